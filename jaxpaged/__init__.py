@@ -1,0 +1,1 @@
+"""jaxpaged: PagedAttention inference for the Llama family in JAX and Pallas."""

@@ -1,0 +1,59 @@
+"""The message one scheduling step sends to the device side: plain data, JSON-able, replayable.
+
+Order of execution on the device: ``saves``, ``restores``, ``copies``, then the model step (its KV writes, then its reads).
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """The share of one sequence in a step.
+
+    Attributes:
+        seq_id: the sequence.
+        num_computed_tokens: tokens already in pages, so the position of the first query token.
+        num_tokens: query tokens of this step, >= 1.
+        from_device: the one query token is the last sampled token, still on the device (its host value has not arrived).
+        table_start: first logical page of ``page_ids``. 0 replaces the whole block table (a newly admitted, resumed or
+            forked sequence); otherwise entries from there on are set (a copied last page and newly allocated pages).
+        page_ids: physical pages from ``table_start`` on; empty where the table did not change.
+    """
+
+    seq_id: int
+    num_computed_tokens: int
+    num_tokens: int
+    from_device: bool
+    table_start: int
+    page_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's plan.
+
+    Attributes:
+        step: step number, from 0.
+        scheduled: sequences that run, in the order of their rows.
+        samples: ``(seq_id, row)``: sequence ``seq_id`` gets a token from the last query position of ``scheduled[row]``.
+            Several samples of one request may name the row that finished their common prompt.
+        saves: ``(device_page, host_page)``: device to host.
+        restores: ``(host_page, device_page)``: host to device.
+        copies: ``(src_page, dst_page)`` on the device; sources and destinations are disjoint.
+        freed_pages: pages that became free since the last step (debug mode poisons them).
+        preempted: sequences that lost their pages in this step.
+    """
+
+    step: int
+    scheduled: tuple[ScheduledSequence, ...] = ()
+    samples: tuple[tuple[int, int], ...] = ()
+    saves: tuple[tuple[int, int], ...] = ()
+    restores: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    freed_pages: tuple[int, ...] = ()
+    preempted: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the step."""
+        return sum(seq.num_tokens for seq in self.scheduled)
