@@ -57,3 +57,21 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         """Query tokens of the step."""
         return sum(seq.num_tokens for seq in self.scheduled)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the device sampled in one step; row ``i`` belongs to ``SchedulerOutput.samples[i]``. Host data.
+
+    Attributes:
+        token_ids: sampled tokens (R of them).
+        logprobs: natural-log probability of each sampled token under the raw logits.
+        top_ids, top_logprobs: the most likely tokens of each row, best first (k of them); empty where no row asked.
+        finite: False where a row's logits were not finite: that request fails, no other.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+    finite: list[bool]
