@@ -1,0 +1,1 @@
+"""Small models and tokenizers with known behaviour, shared by all tests."""
