@@ -10,8 +10,8 @@ Fields: ``request`` (id), ``seq`` (sequence id), ``logical`` (index in the seque
 ``why`` (the condition).
 
 What each kind does to the block table ``table[seq]``, the reference counts ``ref[page]`` (number of table entries naming
-the page), the set ``findable`` of pages with a prefix key, and the host pool. A page is *free* when ``ref`` is 0 and it is
-not findable, *cached* when ``ref`` is 0 and it is findable, *owned* when ``ref`` is 1 and *shared* when ``ref`` > 1.
+the page), and the host pool. A page is *findable* while the prefix index has a key for it. It is *free* when ``ref`` is 0
+and it is not findable, *cached* when ``ref`` is 0 and it is findable, *owned* when ``ref`` is 1, *shared* when ``ref`` > 1.
 
 ========== ==========================================================================================================
 kind       meaning
@@ -26,7 +26,8 @@ copy       copy-on-write: ``table[seq][logical]`` changes from ``src`` to ``page
            of ``src`` (``after = before - 1``); ``page`` was free and gets count 1. ``why``: "fork", "beam" or "prefix".
 free       ``table[seq][logical]`` (which is ``page``) is removed; ``ref`` before -> before - 1. ``cached`` true: the page
            stays findable (matters when ``after`` is 0). ``why`` optional: "finish", "preempt", "window", "beam", ...
-evict      a cached, unpinned page loses its prefix key and so is free. ``ref`` is and stays 0.
+evict      a cached, unpinned page loses its prefix key and so is free. ``ref`` is and stays 0. With ``host`` in place of
+           ``page``: an offloaded host page loses its key and so is free.
 swap_out   the table entry moves to the host: ``table[seq][logical]`` changes from device ``page`` to host page ``host``.
            ``before``, ``after`` are the counts of ``page`` (``after = before - 1``). Entries that name one device page
            move to one host page. ``cached`` as for ``free``.
@@ -66,7 +67,24 @@ SCHEMA_VERSION = 1
 """Version of the format; a reader refuses any other."""
 
 KINDS = frozenset(
-    "admit alloc share copy free evict swap_out swap_in offload restore preempt finish abort pin unpin step".split()
+    [
+        "admit",
+        "alloc",
+        "share",
+        "copy",
+        "free",
+        "evict",
+        "swap_out",
+        "swap_in",
+        "offload",
+        "restore",
+        "preempt",
+        "finish",
+        "abort",
+        "pin",
+        "unpin",
+        "step",
+    ]
 )
 """Every kind of event, the header aside."""
 
