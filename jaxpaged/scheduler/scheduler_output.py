@@ -4,10 +4,10 @@ Order of execution on the device: ``saves``, ``restores``, ``copies``, then the 
 """
 
 import dataclasses
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """The share of one sequence in a step.
 
     Attributes:
@@ -17,7 +17,8 @@ class ScheduledSequence:
         from_device: the one query token is the last sampled token, still on the device (its host value has not arrived).
         table_start: first logical page of ``page_ids``. 0 replaces the whole block table (a newly admitted, resumed or
             forked sequence); otherwise entries from there on are set (a copied last page and newly allocated pages).
-        page_ids: physical pages from ``table_start`` on; empty where the table did not change.
+        page_ids: physical pages from ``table_start`` on; empty where the table did not change (``table_start`` is then the
+            table's length). 0 stands where a page wholly behind the sliding window was given back.
     """
 
     seq_id: int
