@@ -68,6 +68,8 @@ class AttentionPlan:
         num_counts: ``[4]`` used counts: (rows, query tiles, decode items, write groups).
         shape: the bucket (static).
         page_size, split_len, query_tile, write_group_rows: static sizes.
+        sliding_window: the window the decode items were cut for, None for all of a row (static); attention may use a
+            narrower window, never a wider one.
     """
 
     seq_lens: Array
@@ -85,6 +87,7 @@ class AttentionPlan:
     split_len: int = dataclasses.field(metadata={"static": True})
     query_tile: int = dataclasses.field(metadata={"static": True})
     write_group_rows: int = dataclasses.field(metadata={"static": True})
+    sliding_window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def write_group_rows(spec: PoolSpec) -> int:
@@ -110,6 +113,7 @@ def plan(
     query_tile: int = 64,
     sliding_window: int | None = None,
     validate: bool = True,
+    writes: bool = True,
 ) -> AttentionPlan:
     """Plans one step.
 
@@ -126,6 +130,8 @@ def plan(
         query_tile: query tokens of a tile.
         sliding_window: decode items start at the window's first split, so that freed pages behind it are not touched.
         validate: check lengths and page ids (cheap; leave it on outside of engines that have checked already).
+        writes: False for a plan that only reads (a shared prefix, attended to without a causal mask): every slot is dropped,
+            and a row may have more query tokens than ``seq_lens``.
 
     Returns:
         The plan, as numpy arrays.
@@ -143,7 +149,7 @@ def plan(
     if shape is None:
         decode_only = bool((q == 1).all()) and len(q) > 0
         shape = PlanShape(max(int(q.sum()), 1), max(len(q), 1), max(tables.shape[1], 1), decode_only)
-    _check_fit(q, n, tables, used, shape, spec, validate)
+    _check_fit(q, n, tables, used, shape, spec, validate, writes)
 
     rows, pages = shape.num_seqs, shape.max_pages
     seq = np.zeros(rows, np.int32)
@@ -155,7 +161,10 @@ def plan(
     width = min(pages, tables.shape[1])
     ids[: len(n), :width] = tables[:, :width]
 
-    slots = _slots(q, n, ids, start, page_size, shape.num_tokens)
+    if writes:
+        slots = _slots(q, n, ids, start, page_size, shape.num_tokens)
+    else:
+        slots = np.full(shape.num_tokens, DROPPED_SLOT, np.int32)
     is_decode = q == 1 if not shape.decode_only else q >= 0
     tiles, num_tiles = _query_tiles(q, n, start, is_decode, query_tile, shape)
     items = split_indptr = groups = None
@@ -164,7 +173,7 @@ def plan(
         items, split_indptr, num_items = _decode_items(n, is_decode & (q > 0), split_len, sliding_window, shape, page_size)
     group_rows = write_group_rows(spec)
     if target == "tpu":
-        groups, num_groups = _write_groups(slots, int(q.sum()), group_rows, page_size, shape)
+        groups, num_groups = _write_groups(slots, int(q.sum()) if writes else 0, group_rows, page_size, shape)
     return AttentionPlan(
         seq_lens=seq,
         query_start_loc=start,
@@ -181,6 +190,7 @@ def plan(
         split_len=split_len,
         query_tile=query_tile,
         write_group_rows=group_rows,
+        sliding_window=sliding_window if target == "gpu" else None,
     )
 
 
@@ -197,14 +207,14 @@ def _dense_tables(block_tables, rows: int) -> np.ndarray:
     return tables
 
 
-def _check_fit(q, n, tables, used, shape: PlanShape, spec: PoolSpec, validate: bool) -> None:
+def _check_fit(q, n, tables, used, shape: PlanShape, spec: PoolSpec, validate: bool, writes: bool) -> None:
     if len(q) > shape.num_seqs:
         raise ValueError(f"query_lens: got {len(q)} rows, the shape holds {shape.num_seqs}")
     if q.sum() > shape.num_tokens:
         raise ValueError(f"query_lens: got {q.sum()} query tokens, the shape holds {shape.num_tokens}")
     if not validate or not len(q):
         return
-    if (q < 0).any() or (n < q).any():
+    if (q < 0).any() or (n < 0).any() or (writes and (n < q).any()):
         raise ValueError("seq_lens: every row wants seq_len >= query_len >= 0 (seq_lens counts this step's tokens too)")
     if shape.decode_only and (q > 1).any():
         raise ValueError(f"query_lens: got {int(q.max())} in a decode-only step, wants at most 1")

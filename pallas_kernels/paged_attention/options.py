@@ -13,10 +13,12 @@ class AttentionOptions:
     Attributes:
         sm_scale: traced float32 scalar (or float) applied to the float32 scores.
         alibi_slopes: float32 ``[N]`` or None; adds ``-slope * (query position - key position)`` to the scaled scores.
-        sinks: float32 ``[N]`` or None; a logit per query head that joins the softmax's denominator once.
+        sinks: float32 ``[N]`` or None; a logit per query head that joins the softmax's denominator once, and so the returned
+            log-sum-exp. A query that sees no key gives 0 and -inf all the same.
         k_scale, v_scale: float32 scalars for "tensor"-quantised pools, else None.
         causal: whether a query sees only keys at or before its position (static).
-        sliding_window: a query at position ``p`` sees keys ``p - window + 1 .. p``; None for all (static).
+        sliding_window: a query at position ``p`` sees keys from ``p - window + 1`` on (to ``p`` when causal); None for all
+            (static).
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` after scaling, before ALiBi and masks (static).
     """
 
