@@ -125,7 +125,7 @@ def load_job(path: str | os.PathLike[str], overrides: dict[str, Any] | None = No
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config: cannot read {os.fspath(path)!r}: {error}") from error
     try:
-        raw = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+        raw = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"--config: {os.fspath(path)} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
@@ -218,7 +218,7 @@ def parse_override(text: str) -> tuple[str, Any]:
             f"--set: got {text!r}, wants KEY=VALUE with KEY such as model, engine.page_size or sampling.temperature"
         )
     try:
-        return name, yaml.load(value, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+        return name, yaml.load(value, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {name}: {value!r} is not a YAML value: {' '.join(str(error).split())}") from error
 

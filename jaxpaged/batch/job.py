@@ -24,10 +24,12 @@ from jaxpaged.batch.manifest import (
     refuse_changed,
     refuse_changed_weights,
     remove_manifest,
+    show_versions,
+    versions,
     write_manifest,
 )
-from jaxpaged.batch.order import InOrder
 from jaxpaged.batch.openai_lines import OpenAIFormat
+from jaxpaged.batch.order import InOrder
 from jaxpaged.batch.plot import PoolTrace, draw_pool
 from jaxpaged.batch.progress import Progress
 from jaxpaged.batch.reader import detect_format, read_items, survey
@@ -147,7 +149,9 @@ class _Run:
             refuse_changed(self.then, self.now)
             self.now = dataclasses.replace(self.now, created=self.then.created)
             if self.then.versions != self.now.versions:
-                self.summary.notes.append(f"started with {show_versions(self.then.versions)}, resumed with {show_versions(self.now.versions)}")
+                self.summary.notes.append(
+                    f"started with {show_versions(self.then.versions)}, resumed with {show_versions(self.now.versions)}"
+                )
         self.line_format = _line_format(self.job, self.now)
         self.entries = read_items(path, self.line_format)
         self.summary.errors.clear()
