@@ -19,7 +19,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "alloc": _ENTRY,
     "share": (*_ENTRY, "why"),
     "copy": (*_ENTRY, "src", "why"),
-    "free": _ENTRY,
+    "free": ("seq", "logical", "before", "after"),
     "evict": (),
     "swap_out": (*_ENTRY, "host"),
     "swap_in": (*_ENTRY, "host"),
@@ -152,10 +152,15 @@ class Replay(Pool):
         self._copies.append((self._line, seq, logical, page))
 
     def _on_free(self, event: dict[str, Any]) -> None:
-        seq, logical, page = event["seq"], event["logical"], event["page"]
-        self.check_entry(seq, logical, page)
-        self.check_counts(event, self.ref[page], self.ref[page] - 1)
-        self.drop_entry(seq, logical, cached=bool(event.get("cached")))
+        seq, logical, page, host = event["seq"], event["logical"], event.get("page"), event.get("host")
+        if page is not None:
+            self.check_entry(seq, logical, page)
+            self.check_counts(event, self.ref[page], self.ref[page] - 1)
+            self.drop_entry(seq, logical, cached=bool(event.get("cached")))
+        elif host is not None:
+            self._drop_host_entry(event, seq, logical, host)
+        else:
+            self.fail("fields", "free: wants page or host")
 
     def _on_evict(self, event: dict[str, Any]) -> None:
         page, host = event.get("page"), event.get("host")
@@ -188,23 +193,35 @@ class Replay(Pool):
 
     def _on_swap_in(self, event: dict[str, Any]) -> None:
         seq, logical, page, host = event["seq"], event["logical"], event["page"], event["host"]
-        table = self.host_tables.get(seq, {})
-        if table.get(logical) != host:
-            self.fail("table", f"sequence {seq} has host page {table.get(logical)} at logical {logical}, the log says {host}")
+        self._check_host_entry(seq, logical, host)
         before = self.ref.get(page, 0)
         if before == 0:
             self.require_free(page)
         elif self._came_from.get(page) != host:
             self.fail("host-page", f"swap_in: page {page} is owned and did not come from host page {host}")
         self.check_counts(event, before, before + 1)
-        del table[logical]
-        self.set_entry(seq, logical, page, fill=None if before else self.host_filled[host])
+        fill = None if before else self.host_filled[host]
+        self._release_host_entry(seq, logical, host)
+        self.set_entry(seq, logical, page, fill=fill)
         self._came_from[page] = host
+
+    def _drop_host_entry(self, event: dict[str, Any], seq: int, logical: int, host: int) -> None:
+        self._check_host_entry(seq, logical, host)
+        self.check_counts(event, self.host_ref[host], self.host_ref[host] - 1)
+        self._release_host_entry(seq, logical, host)
+
+    def _check_host_entry(self, seq: int, logical: int, host: int) -> None:
+        found = self.host_tables.get(seq, {}).get(logical)
+        if found != host:
+            self.fail("table", f"sequence {seq} has host page {found} at logical {logical}, the log says {host}")
+
+    def _release_host_entry(self, seq: int, logical: int, host: int) -> None:
+        del self.host_tables[seq][logical]
+        if not self.host_tables[seq]:
+            del self.host_tables[seq]
         self.host_ref[host] -= 1
         if not self.host_ref[host]:
             del self.host_ref[host], self.host_filled[host]
-        if not table:
-            del self.host_tables[seq]
 
     def _on_offload(self, event: dict[str, Any]) -> None:
         page, host = event["page"], event["host"]

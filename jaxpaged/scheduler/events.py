@@ -26,6 +26,7 @@ copy       copy-on-write: ``table[seq][logical]`` changes from ``src`` to ``page
            of ``src`` (``after = before - 1``); ``page`` was free and gets count 1. ``why``: "fork", "beam" or "prefix".
 free       ``table[seq][logical]`` (which is ``page``) is removed; ``ref`` before -> before - 1. ``cached`` true: the page
            stays findable (matters when ``after`` is 0). ``why`` optional: "finish", "preempt", "window", "beam", ...
+           With ``host`` in place of ``page``: a swapped-out entry is removed; the counts are those of the host page.
 evict      a cached, unpinned page loses its prefix key and so is free. ``ref`` is and stays 0. With ``host`` in place of
            ``page``: an offloaded host page loses its key and so is free.
 swap_out   the table entry moves to the host: ``table[seq][logical]`` changes from device ``page`` to host page ``host``.
