@@ -17,7 +17,7 @@ _ENTRY = ("seq", "logical", "page", "before", "after")
 REQUIRED: dict[str, tuple[str, ...]] = {
     "admit": ("request",),
     "alloc": _ENTRY,
-    "share": (*_ENTRY, "why"),
+    "share": ("seq", "logical", "before", "after", "why"),
     "copy": (*_ENTRY, "src", "why"),
     "free": ("seq", "logical", "before", "after"),
     "evict": (),
@@ -117,7 +117,10 @@ class Replay(Pool):
         self.set_entry(event["seq"], event["logical"], event["page"], fill=0)
 
     def _on_share(self, event: dict[str, Any]) -> None:
-        page, why, seq = event["page"], event["why"], event["seq"]
+        page, why, seq = event.get("page"), event["why"], event["seq"]
+        if page is None:
+            self._share_host_entry(event)
+            return
         self.check_page(page)
         before = self.ref.get(page, 0)
         if before == 0 and page not in self.cached:
@@ -138,6 +141,20 @@ class Replay(Pool):
             self.fail("pin", f"share: page {page} is not pinned")
         self.cached.discard(page)
         self.set_entry(seq, event["logical"], page)
+
+    def _share_host_entry(self, event: dict[str, Any]) -> None:
+        seq, logical, host = event["seq"], event["logical"], event.get("host")
+        before = self.host_ref.get(host, 0)
+        if not before:
+            self.fail("host-page", f"share: no sequence has host page {host}")
+        if event["why"] not in ("fork", "beam"):
+            self.fail("why", f"share of a host page: got {event['why']!r}, wants fork or beam")
+        self.check_counts(event, before, before + 1)
+        table = self.host_tables.setdefault(seq, {})
+        if logical in table or logical in self.tables.get(seq, {}):
+            self.fail("table", f"sequence {seq} already has a page at logical {logical}")
+        table[logical] = host
+        self.host_ref[host] = before + 1
 
     def _on_copy(self, event: dict[str, Any]) -> None:
         seq, logical, src, page = event["seq"], event["logical"], event["src"], event["page"]

@@ -22,6 +22,8 @@ alloc      ``table[seq][logical] = page``; ``page`` was free; ``ref`` 0 -> 1.
 share      ``table[seq][logical] = page``; ``ref`` before -> before + 1. ``why``: "fork" (same request, samples),
            "beam" (same request, beam search), "prefix" (prefix index), "pinned" (a pinned prefix). ``before`` is 0
            only for a cached page.
+           With ``host`` in place of ``page``: a swapped-out entry is added (a beam forked while on the host); the counts
+           are those of the host page.
 copy       copy-on-write: ``table[seq][logical]`` changes from ``src`` to ``page``. ``before``, ``after`` are the counts
            of ``src`` (``after = before - 1``); ``page`` was free and gets count 1. ``why``: "fork", "beam" or "prefix".
 free       ``table[seq][logical]`` (which is ``page``) is removed; ``ref`` before -> before - 1. ``cached`` true: the page

@@ -63,6 +63,13 @@ class Pool {
     }
   }
 
+  setHost(seq, logical, host) {
+    let table = this.tables.get(seq);
+    if (!table) this.tables.set(seq, (table = []));
+    while (table.length < logical) table.push(0);
+    table[logical] = -1 - host;
+  }
+
   dropHost(seq, logical, host) {
     const table = this.tables.get(seq);
     table[logical] = 0;
@@ -90,7 +97,10 @@ class Pool {
     const s = seq[i], l = logical[i], p = page[i], o = other[i];
     switch (kind[i]) {
       case K.alloc: this.set(s, l, p, 0); break;
-      case K.share: this.set(s, l, p, -1); break;
+      case K.share:
+        if (p >= 0) this.set(s, l, p, -1);
+        else { this.setHost(s, l, o); this.hostRef[o]++; }
+        break;
       case K.copy: {
         const tokens = this.tokens.get(s), fill = this.fill[o];
         this.drop(s, l, o, false);
@@ -107,10 +117,7 @@ class Pool {
       case K.swap_out: {
         const tokens = this.tokens.get(s), fill = this.fill[p];
         this.drop(s, l, p, reason[i] >> 16);
-        let table = this.tables.get(s);
-        if (!table) this.tables.set(s, (table = []));
-        while (table.length < l) table.push(0);
-        table[l] = -1 - o;
+        this.setHost(s, l, o);
         if (tokens !== undefined) this.tokens.set(s, tokens);
         if (this.hostRef[o]++ === 0) { this.hostUsed++; this.hostFill[o] = fill; }
         break;
@@ -269,7 +276,7 @@ class Log {
       case "admit": return `${this.requests[s] ?? ""} admitted`;
       case "abort": return `${this.requests[s] ?? ""} aborted`;
       case "alloc": return `page ${p} allocated to ${who}${at}`;
-      case "share": return `page ${p} shared with ${who}${at} (${why})`;
+      case "share": return `${p >= 0 ? "page " + p : "host page " + o} shared with ${who}${at} (${why})`;
       case "copy": return `page ${o} copied to ${p} for ${who}${at} (${why})`;
       case "free": return `${p >= 0 ? "page " + p : "host page " + o} let go by ${who}${at}${why ? ` (${why})` : ""}${this.reason[i] >> 16 ? ", stays cached" : ""}`;
       case "evict": return p >= 0 ? `page ${p} evicted from the cache` : `host page ${o} evicted from the cache`;
