@@ -36,7 +36,8 @@ def write_kv(
         return KVPool(data, pool.scales, spec)
     view = pool.scales.reshape(spec.num_layers * spec.num_pages, 2 * spec.num_kv_heads, spec.page_size)
     page, offset = index // spec.page_size, index % spec.page_size
-    view = view.at[page, :, offset].set(scales, mode="drop", unique_indices=True)
+    head = jnp.arange(2 * spec.num_kv_heads)
+    view = view.at[page[:, None], head, offset[:, None]].set(scales, mode="drop", unique_indices=True)
     return KVPool(data, view.reshape(spec.scales_shape), spec)
 
 
