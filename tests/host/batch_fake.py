@@ -87,9 +87,12 @@ class FakeEngine:
             if params.logprobs is not None:
                 top = range(1, params.logprobs + 1)
                 logprobs = [
-                    {rank: Logprob(-0.5 * rank, rank, f"t{rank}") for rank in top} | {token: Logprob(-1.25, None, f"t{token}")} for token in ids
+                    {rank: Logprob(-0.5 * rank, rank, f"t{rank}") for rank in top} | {token: Logprob(-1.25, None, f"t{token}")}
+                    for token in ids
                 ]
-            outs.append(CompletionOutput(sample, " ".join(f"t{i}" for i in ids), ids, None, logprobs, "length" if finished else None))
+            outs.append(
+                CompletionOutput(sample, " ".join(f"t{i}" for i in ids), ids, None, logprobs, "length" if finished else None)
+            )
         text = prompt if isinstance(prompt, str) else None
         error = "logits: got NaN in row 0" if text is not None and "FAIL" in text else None
         return RequestOutput(request_id, text, tokens, outs, finished or error is not None, 0, error)

@@ -68,14 +68,25 @@ def test_blank_lines_windows_ends_a_byte_order_mark_and_a_missing_last_newline(t
 
 
 def test_text_lines_are_prompts_with_line_numbers_as_ids(tmp_path):
-    found = entries(tmp_path, "hello\r\n\n  two words \n".encode() + b"\xff\n", name="in.txt", wants_json=False)
-    assert [(e.id, getattr(e, "prompt", None)) for e in found] == [("line-1", "hello"), ("line-3", "  two words "), (None, None)]
+    found = entries(tmp_path, b"hello\r\n\n  two words \n" + b"\xff\n", name="in.txt", wants_json=False)
+    assert [(e.id, getattr(e, "prompt", None)) for e in found] == [
+        ("line-1", "hello"),
+        ("line-3", "  two words "),
+        (None, None),
+    ]
     assert found[2].kind == "invalid_utf8"
 
 
 def test_a_line_overrides_the_jobs_sampling_and_inherits_the_rest(tmp_path):
-    item = one(tmp_path, [{"prompt": "a", "temperature": 0.5, "stop_token_ids": [7], "max_tokens": None}], sampling={"top_p": 0.9})
-    assert (item.params.temperature, item.params.top_p, item.params.stop_token_ids, item.params.max_tokens) == (0.5, 0.9, (7,), None)
+    item = one(
+        tmp_path, [{"prompt": "a", "temperature": 0.5, "stop_token_ids": [7], "max_tokens": None}], sampling={"top_p": 0.9}
+    )
+    assert (item.params.temperature, item.params.top_p, item.params.stop_token_ids, item.params.max_tokens) == (
+        0.5,
+        0.9,
+        (7,),
+        None,
+    )
 
 
 def test_unseeded_lines_get_a_seed_from_the_job_seed_and_line_number_only(tmp_path):
@@ -97,7 +108,9 @@ def test_content_in_text_parts_is_joined(tmp_path):
 
 
 def test_of_two_lines_with_one_id_the_first_is_served_and_the_second_names_it(tmp_path):
-    found = entries(tmp_path, [{"id": "a", "prompt": "x"}, {"id": 1, "prompt": "y"}, {"id": "a", "prompt": "z"}, {"id": "1", "prompt": "w"}])
+    found = entries(
+        tmp_path, [{"id": "a", "prompt": "x"}, {"id": 1, "prompt": "y"}, {"id": "a", "prompt": "z"}, {"id": "1", "prompt": "w"}]
+    )
     assert [type(entry) for entry in found] == [Item, Item, BadLine, BadLine]
     assert (found[2].kind, found[2].id) == ("duplicate_id", "a") and "line 1" in found[2].message
     assert "line 2" in found[3].message
@@ -135,5 +148,7 @@ def test_a_missing_input_is_named(tmp_path):
 
 
 def test_ids_survive_as_written(tmp_path):
-    found = entries(tmp_path, json.dumps({"id": "ключ 🔑", "prompt": "a"}) + "\n" + json.dumps({"id": 12, "prompt": "a"}) + "\n")
+    found = entries(
+        tmp_path, json.dumps({"id": "ключ 🔑", "prompt": "a"}) + "\n" + json.dumps({"id": 12, "prompt": "a"}) + "\n"
+    )
     assert [entry.id for entry in found] == ["ключ 🔑", 12]
