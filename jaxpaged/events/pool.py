@@ -157,6 +157,29 @@ class Pool:
         if cached:
             self.cached.add(page)
 
+    def check_host_entry(self, seq: int, logical: int, host: int) -> None:
+        """``host_tables[seq][logical]`` is ``host``."""
+        found = self.host_tables.get(seq, {}).get(logical)
+        if found != host:
+            self.fail("table", f"sequence {seq} has host page {found} at logical {logical}, the log says {host}")
+
+    def set_host_entry(self, seq: int, logical: int, host: int) -> None:
+        """Names ``host`` in ``host_tables[seq][logical]``."""
+        table = self.host_tables.setdefault(seq, {})
+        if logical in table or logical in self.tables.get(seq, {}):
+            self.fail("table", f"sequence {seq} already has a page at logical {logical}")
+        table[logical] = host
+        self.host_ref[host] = self.host_ref.get(host, 0) + 1
+
+    def drop_host_entry(self, seq: int, logical: int) -> None:
+        """Removes ``host_tables[seq][logical]``; a host page no entry names is free."""
+        host = self.host_tables[seq].pop(logical)
+        if not self.host_tables[seq]:
+            del self.host_tables[seq]
+        self.host_ref[host] -= 1
+        if not self.host_ref[host]:
+            del self.host_ref[host], self.host_filled[host]
+
     def write(self, seq: int, position: int, tokens: int, window: int | None) -> None:
         """Appends ``tokens`` positions of ``seq`` from ``position`` on: alone in each page, no gap, nothing overwritten."""
         size, table = self.page_size, self.tables.get(seq, {})

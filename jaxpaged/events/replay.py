@@ -143,18 +143,14 @@ class Replay(Pool):
         self.set_entry(seq, event["logical"], page)
 
     def _share_host_entry(self, event: dict[str, Any]) -> None:
-        seq, logical, host = event["seq"], event["logical"], event.get("host")
+        host = event.get("host", -1)
         before = self.host_ref.get(host, 0)
         if not before:
             self.fail("host-page", f"share: no sequence has host page {host}")
         if event["why"] not in ("fork", "beam"):
             self.fail("why", f"share of a host page: got {event['why']!r}, wants fork or beam")
         self.check_counts(event, before, before + 1)
-        table = self.host_tables.setdefault(seq, {})
-        if logical in table or logical in self.tables.get(seq, {}):
-            self.fail("table", f"sequence {seq} already has a page at logical {logical}")
-        table[logical] = host
-        self.host_ref[host] = before + 1
+        self.set_host_entry(event["seq"], event["logical"], host)
 
     def _on_copy(self, event: dict[str, Any]) -> None:
         seq, logical, src, page = event["seq"], event["logical"], event["src"], event["page"]
@@ -175,7 +171,9 @@ class Replay(Pool):
             self.check_counts(event, self.ref[page], self.ref[page] - 1)
             self.drop_entry(seq, logical, cached=bool(event.get("cached")))
         elif host is not None:
-            self._drop_host_entry(event, seq, logical, host)
+            self.check_host_entry(seq, logical, host)
+            self.check_counts(event, self.host_ref[host], self.host_ref[host] - 1)
+            self.drop_host_entry(seq, logical)
         else:
             self.fail("fields", "free: wants page or host")
 
@@ -204,13 +202,12 @@ class Replay(Pool):
         elif self._went_to[host] != page:
             self.fail("host-page", f"host page {host} holds page {self._went_to[host]}, not {page}")
         self.drop_entry(seq, logical, cached=bool(event.get("cached")))
-        self.host_ref[host] = self.host_ref.get(host, 0) + 1
-        self.host_tables.setdefault(seq, {})[logical] = host
+        self.set_host_entry(seq, logical, host)
         self.stats.host_used(len(self.host_ref) + len(self.offloaded))
 
     def _on_swap_in(self, event: dict[str, Any]) -> None:
         seq, logical, page, host = event["seq"], event["logical"], event["page"], event["host"]
-        self._check_host_entry(seq, logical, host)
+        self.check_host_entry(seq, logical, host)
         before = self.ref.get(page, 0)
         if before == 0:
             self.require_free(page)
@@ -218,27 +215,9 @@ class Replay(Pool):
             self.fail("host-page", f"swap_in: page {page} is owned and did not come from host page {host}")
         self.check_counts(event, before, before + 1)
         fill = None if before else self.host_filled[host]
-        self._release_host_entry(seq, logical, host)
+        self.drop_host_entry(seq, logical)
         self.set_entry(seq, logical, page, fill=fill)
         self._came_from[page] = host
-
-    def _drop_host_entry(self, event: dict[str, Any], seq: int, logical: int, host: int) -> None:
-        self._check_host_entry(seq, logical, host)
-        self.check_counts(event, self.host_ref[host], self.host_ref[host] - 1)
-        self._release_host_entry(seq, logical, host)
-
-    def _check_host_entry(self, seq: int, logical: int, host: int) -> None:
-        found = self.host_tables.get(seq, {}).get(logical)
-        if found != host:
-            self.fail("table", f"sequence {seq} has host page {found} at logical {logical}, the log says {host}")
-
-    def _release_host_entry(self, seq: int, logical: int, host: int) -> None:
-        del self.host_tables[seq][logical]
-        if not self.host_tables[seq]:
-            del self.host_tables[seq]
-        self.host_ref[host] -= 1
-        if not self.host_ref[host]:
-            del self.host_ref[host], self.host_filled[host]
 
     def _on_offload(self, event: dict[str, Any]) -> None:
         page, host = event["page"], event["host"]
