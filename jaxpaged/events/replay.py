@@ -38,7 +38,10 @@ SHARE_REASONS = ("fork", "beam", "prefix", "pinned")
 """Conditions under which a page may be shared."""
 
 _TEXT = ("request", "why")
-_NUMBERS = ("seq", "logical", "page", "src", "host", "before", "after", "tokens", "used", "shared", "cached", "free", "wasted")
+_NUMBERS = frozenset(
+    ["step", "t_us", "seq", "logical", "page", "src", "host", "before", "after"]
+    + ["tokens", "used", "shared", "cached", "free", "wasted", "running", "waiting", "prompt"]
+)
 
 
 class Replay(Pool):
@@ -102,7 +105,7 @@ class Replay(Pool):
             if name not in event:
                 self.fail("fields", f"{kind}: lacks {name}")
         for name, value in event.items():
-            number = name in ("step", "t_us") or (name in _NUMBERS and not isinstance(value, bool))
+            number = name in _NUMBERS and not (name == "cached" and isinstance(value, bool))
             if number and (type(value) is not int or value < 0):
                 self.fail("fields", f"{kind}.{name}: got {value!r}, wants an integer >= 0")
             if name in _TEXT and not isinstance(value, str):
@@ -324,11 +327,12 @@ class Replay(Pool):
                 )
 
 
-def replay(path: str | os.PathLike[str]) -> Iterator[Replay]:
+def replay(path: str | os.PathLike[str], *, each_step: Callable[[Replay], None] | None = None) -> Iterator[Replay]:
     """Replays a log run by run.
 
     Args:
         path: a log written by ``EventLog``.
+        each_step: called after every ``step`` event, with the tables as the device sees them in that step.
 
     Yields:
         Each run after its last event; ``stats.torn`` tells whether it was cut short.
@@ -348,6 +352,8 @@ def replay(path: str | os.PathLike[str]) -> Iterator[Replay]:
             run = Replay(line, event)
         else:
             run.apply(line, event)
+            if each_step is not None and event["kind"] == "step":
+                each_step(run)
     if run is None:
         raise LogViolation(1, "header", "the log is empty")
     yield run.end()
