@@ -1,0 +1,40 @@
+"""The dense pieces of a Llama layer: normalisation, projections, MLP. Pure functions of arrays."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm of ``x [T, D]``, in float32, returned in ``x``'s dtype.
+
+    Source: Zhang and Sennrich 2019; order of casts as in ``transformers`` ``LlamaRMSNorm``.
+    """
+    wide = x.astype(jnp.float32)
+    normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * weight
+
+
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_dtype=None) -> jax.Array:
+    """``x [T, in] @ weight.T`` with ``weight [out, in]``, accumulated in float32.
+
+    Weights keep the checkpoint's ``[out, in]`` order: on XLA:CPU a bfloat16 product with both contracted axes minor and a
+    float32 result is the one that reaches the matrix units.
+
+    Args:
+        out_dtype: of the result; None takes ``x``'s.
+    """
+    y = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return y.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def swiglu(x: jax.Array, gate_up: jax.Array, gate_up_bias: jax.Array | None, down: jax.Array, down_bias: jax.Array | None):
+    """Gated MLP ``down(silu(gate(x)) * up(x))``: ``x [T, D]``, ``gate_up [2F, D]`` (gate rows first), ``down [D, F]``.
+
+    Source: Shazeer 2020 ("GLU variants improve Transformer").
+    """
+    y = linear(x, gate_up, gate_up_bias, jnp.float32)
+    width = y.shape[-1] // 2
+    return linear((jax.nn.silu(y[:, :width]) * y[:, width:]).astype(x.dtype), down, down_bias)
