@@ -30,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="PagedAttention inference for the Llama family on TPU, GPU and CPU.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"jaxpaged {metadata.version('jaxpaged')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -1,12 +1,11 @@
 """``jaxpaged convert``: any readable checkpoint into an Orbax one."""
 
 import argparse
-import os
+import sys
 from typing import Any
 
 from jaxpaged.commands.exit_codes import EXIT_OK
 from jaxpaged.config import DTYPES
-from jaxpaged.errors import ConfigError
 
 EPILOG = """\
 examples:
@@ -25,19 +24,21 @@ def add_parser(commands: Any) -> None:
         description="Reads SRC (a Hugging Face directory or hub id, a .gguf file) and writes an Orbax checkpoint to DST.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("src", metavar="SRC", help="the checkpoint to read")
     parser.add_argument("dst", metavar="DST", help="the directory to write; must not exist, or be empty")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the written weights; auto keeps the source's own")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
-    if os.path.exists(args.dst) and (not os.path.isdir(args.dst) or os.listdir(args.dst)):
-        raise ConfigError(f"DST: {args.dst!r} exists and is not an empty directory; choose another path")
-    from jaxpaged.weights.orbax_io import convert_checkpoint  # loads JAX: only when needed
+    from jaxpaged.weights.checkpoint import open_checkpoint  # these load JAX: only when needed
+    from jaxpaged.weights.orbax_io import save_orbax
 
-    convert_checkpoint(args.src, args.dst, dtype=args.dtype)
-    print(f"wrote {args.dst}")
+    dtype = None if args.dtype == "auto" else args.dtype
+    written = save_orbax(open_checkpoint(args.src, revision=args.revision), args.dst, dtype=dtype, progress=sys.stderr.isatty())
+    print(f"wrote {written}")
     return EXIT_OK

@@ -17,6 +17,9 @@ CHOICES = {
     "scheduling_policy": ("fcfs", "priority"),
 }
 ENGINE, SAMPLING = "engine.", "sampling."
+DEFAULT_MAX_TOKENS = 128
+"""Of a prompt given on the command line, where 16 would look cut off."""
+NOTES = {"sampling.max_tokens": f", {DEFAULT_MAX_TOKENS} with --prompt"}
 # Both classes have a seed; --seed is the engine's, which seeds every request that does not name its own.
 SKIPPED = {"engine.model", "sampling.seed"}
 
@@ -61,7 +64,7 @@ def _add(group: argparse._ArgumentGroup, cls: type, prefix: str) -> None:
         options: dict[str, Any] = {
             "dest": prefix + field.name,
             "default": argparse.SUPPRESS,
-            "help": (docs.get(field.name, "").rstrip(".") + default).replace("%", "%%"),
+            "help": (docs.get(field.name, "").rstrip(".") + default + NOTES.get(prefix + field.name, "")).replace("%", "%%"),
         }
         if plain is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)

@@ -8,11 +8,9 @@ from jaxpaged.batch.config import build_params, load_job, parse_override
 from jaxpaged.batch.job import run_job
 from jaxpaged.batch.summary import JobSummary
 from jaxpaged.commands.exit_codes import EXIT_OK, EXIT_SIGNAL_BASE, EXIT_SOME_FAILED
-from jaxpaged.commands.flags import ENGINE, SAMPLING, add_engine_flags, add_sampling_flags, given_flags
+from jaxpaged.commands.flags import DEFAULT_MAX_TOKENS, ENGINE, SAMPLING, add_engine_flags, add_sampling_flags, given_flags
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
-
-DEFAULT_MAX_TOKENS = 128
 
 EPILOG = """\
 examples:
@@ -51,6 +49,7 @@ def add_parser(commands: Any) -> None:
         description="Generates completions: for every line of a job's input file, or for one prompt given here.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     job = parser.add_argument_group("a job")
     job.add_argument("--config", metavar="FILE", help="the job file (YAML)")
