@@ -172,7 +172,7 @@ def float_dtype(dtype: Any) -> np.dtype:
     try:
         wanted = np.dtype(dtype)
     except TypeError:
-        wanted = None
+        wanted = np.dtype(object)
     if wanted not in _FLOATS:
         raise CheckpointError(f"dtype {dtype!r} is not supported for parameters; supported: float32, bfloat16, float16")
     return wanted

@@ -187,7 +187,7 @@ def _rope(file: GgufFile, fields: Mapping[str, Any], head_dim: int, longest: int
 def _dtype(file: GgufFile) -> str:
     """Float32 or float16 if the matrices are stored so, else bfloat16 (it holds any quantised value to its own accuracy)."""
     kinds = {info.kind.name for info in file.tensors.values() if len(info.shape) > 1}
-    return {("F32",): "float32", ("F16",): "float16"}.get(tuple(kinds), "bfloat16")
+    return {"F32": "float32", "F16": "float16"}.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
 
 def _required(fields: Mapping[str, Any], name: str, where: str) -> Any:

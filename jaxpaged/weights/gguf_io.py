@@ -60,7 +60,7 @@ class GgufFile:
             out: writable array of ``part.shape``.
         """
         info = self.tensors[part.name]
-        rows = np.memmap(info.file, np.uint8, "r", info.offset_bytes, (info.size_bytes,))
+        rows = np.asarray(np.memmap(info.file, np.uint8, "r", info.offset_bytes, (info.size_bytes,)))
         rows = rows.reshape(info.shape[0] if len(info.shape) > 1 else 1, -1)
         heads = part.interleaved_heads
         if len(info.shape) == 1 and heads:
@@ -71,7 +71,7 @@ class GgufFile:
         if len(info.shape) == 1:
             out[...] = _decode(rows, info.kind)[0]
             return
-        count, cols = info.shape
+        count, cols = out.shape
         step = max(1, CHUNK_ELEMENTS // cols)
         if not heads:
             for start in range(0, count, step):
@@ -174,12 +174,9 @@ def _directory(data: mmap.mmap, path: Path, size: int) -> tuple[dict[str, Any], 
 
 
 def _tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
-    try:
-        known = GGMLQuantizationType(kind)
-    except ValueError:
-        known = None
-    if known not in _PLAIN and known not in QUANTIZED:
-        label = known.name if known is not None else f"number {kind}"
+    known = next((t for t in (*_PLAIN, *QUANTIZED) if t.value == kind), None)
+    if known is None:
+        label = next((t.name for t in GGMLQuantizationType if t.value == kind), f"type {kind}")
         supported = ", ".join(t.name for t in (*_PLAIN, *QUANTIZED))
         raise CheckpointError(f"{path}: tensor {name} is stored as {label}, which is not supported; supported: {supported}")
     block, block_bytes = GGML_QUANT_SIZES[known]
