@@ -51,7 +51,7 @@ class _Columns:
             reason |= 1 << 16
         if kind == "swap_out" and event.get("cached"):
             reason |= 1 << 16
-        other = event.get("src", event.get("host", -1))
+        other = event.get("src", event.get("host", event.get("tokens", -1) if kind == "share" else -1))
         if kind == "step":
             for row_seq, position, tokens in event.get("writes") or ():
                 self._row(16, 0, self._seq(row_seq, -1), position, tokens, -1)

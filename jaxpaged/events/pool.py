@@ -24,6 +24,7 @@ class Pool:
         pins: ``pins[page]``; absent: 0.
         filled: ``filled[page]``, slots of the page that hold a token; of a free page, a leftover.
         host_filled: likewise for host pages.
+        lengths: ``lengths[seq]``, tokens of each sequence that have a slot, shared ones included.
         request_of: request of each sequence, where the log names it.
         num_shared: pages with more than one entry.
         num_entries: entries of all block tables, the logical pages.
@@ -58,12 +59,14 @@ class Pool:
         self.pins: dict[int, int] = {}
         self.filled: dict[int, int] = {}
         self.host_filled: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
         self.request_of: dict[int, str] = {}
         self.num_shared = 0
         self.num_entries = 0
         self.filled_used = 0
         self.stats = RunStats(self.page_size, max(self.num_pages - 1, 0))
         self.owners: dict[int, set[int]] = {}
+        self._place: dict[int, int] = {}  # page -> logical index its tokens belong to
         self._verified: dict[int, int] = {}  # seq -> position below which its pages are known to be full
 
     def fail(self, rule: str, detail: str) -> NoReturn:
@@ -116,26 +119,42 @@ class Pool:
         if host in self.host_ref or host in self.offloaded:
             self.fail("host-page", f"host page {host} is taken")
 
-    def set_entry(self, seq: int, logical: int, page: int, *, fill: int | None = None) -> None:
-        """Names ``page`` in ``tables[seq][logical]``; ``fill`` sets the slots of a page with new content."""
+    def set_entry(self, seq: int, logical: int, page: int, *, new: bool = False, tokens: int = 0) -> None:
+        """Names ``page`` in ``tables[seq][logical]``.
+
+        Args:
+            seq: the sequence.
+            logical: index in its table.
+            page: the page; checked by the caller.
+            new: the page has new content, so its fill is that of this sequence.
+            tokens: tokens the sequence has with this page, where that is more than before.
+        """
         table = self.tables.setdefault(seq, {})
         if logical in table or logical in self.host_tables.get(seq, {}):
             self.fail("table", f"sequence {seq} already has a page at logical {logical}")
         owners = self.owners.setdefault(page, set())
         if seq in owners:
             self.fail("table", f"sequence {seq} names page {page} twice")
+        if new:
+            self._place[page] = logical
+            self.filled[page] = 0
+        elif self._place.get(page, logical) != logical:
+            self.fail("table", f"page {page} holds tokens of logical {self._place[page]}, sequence {seq} names it at {logical}")
         table[logical] = page
         owners.add(seq)
-        if fill is not None:
-            self.filled[page] = fill
-        count = self.ref[page] = self.ref.get(page, 0) + 1
+        self._verified.pop(seq, None)
         self.num_entries += 1
+        count = self.ref[page] = self.ref.get(page, 0) + 1
+        if tokens > self.lengths.get(seq, 0):
+            self.lengths[seq] = tokens
         if count == 1:
             self.filled_used += self.filled.get(page, 0)
             self.stats.page_taken(page, len(self.ref))
         elif count == 2:
             self.num_shared += 1
-        self._verified.pop(seq, None)
+        fill = self._share_of(seq, logical)
+        if fill > self.filled.get(page, 0):
+            self._set_fill(page, fill)
 
     def drop_entry(self, seq: int, logical: int, *, cached: bool) -> None:
         """Removes ``tables[seq][logical]``; the page stays cached if ``cached`` and nobody else names it."""
@@ -143,19 +162,34 @@ class Pool:
         if not self.tables[seq]:
             del self.tables[seq]
         self.owners[page].remove(seq)
-        count = self.ref[page] - 1
-        self.num_entries -= 1
         self._verified.pop(seq, None)
+        self.num_entries -= 1
+        count = self.ref[page] - 1
+        filled = self.filled.get(page, 0)
         if count:
             self.ref[page] = count
             self.num_shared -= count == 1
+            if filled < self.page_size and self._share_of(seq, logical) == filled:  # the others may have fewer tokens
+                self._set_fill(page, max(self._share_of(owner, logical) for owner in self.owners[page]))
             return
         del self.ref[page]
-        filled = self.filled.get(page, 0)
         self.filled_used -= filled
         self.stats.page_released(page, filled)
         if cached:
             self.cached.add(page)
+
+    def forget_if_empty(self, seq: int) -> None:
+        """A sequence without any page has no tokens in slots: it starts anew."""
+        if seq not in self.tables and seq not in self.host_tables:
+            self.lengths.pop(seq, None)
+
+    def _share_of(self, seq: int, logical: int) -> int:
+        """Slots of its page at ``logical`` that a sequence's tokens fill."""
+        return min(self.page_size, max(0, self.lengths.get(seq, 0) - logical * self.page_size))
+
+    def _set_fill(self, page: int, fill: int) -> None:
+        self.filled_used += fill - self.filled.get(page, 0)
+        self.filled[page] = fill
 
     def check_host_entry(self, seq: int, logical: int, host: int) -> None:
         """``host_tables[seq][logical]`` is ``host``."""
@@ -181,8 +215,11 @@ class Pool:
             del self.host_ref[host], self.host_filled[host]
 
     def write(self, seq: int, position: int, tokens: int, window: int | None) -> None:
-        """Appends ``tokens`` positions of ``seq`` from ``position`` on: alone in each page, no gap, nothing overwritten."""
-        size, table = self.page_size, self.tables.get(seq, {})
+        """Appends ``tokens`` positions of ``seq`` from ``position`` on: alone in each page, no gap, nothing written again."""
+        size, table, length = self.page_size, self.tables.get(seq, {}), self.lengths.get(seq, 0)
+        if position != length:
+            rule = "write-gap" if position > length else "rewrite"
+            self.fail(rule, f"sequence {seq} writes position {position}, it has {length} tokens")
         if self._verified.get(seq) != position:
             first = max(0, position - window + 1) // size if window else 0
             for logical in range(first, position // size):
@@ -202,15 +239,9 @@ class Pool:
                 self.fail("write", f"sequence {seq} writes position {position} but has no page at logical {logical}")
             if self.ref[page] > 1:
                 self.fail("write-shared", f"sequence {seq} writes into page {page}, shared by {sorted(self.owners[page])}")
-            filled = self.filled.get(page, 0)
-            if offset > filled:
-                self.fail("write-gap", f"sequence {seq} writes slot {offset} of page {page}, which has {filled} tokens")
-            if offset < filled:
-                self.fail("rewrite", f"sequence {seq} writes slot {offset} of page {page} again, which has {filled} tokens")
             count = min(end - position, size - offset)
-            self.filled[page] = offset + count
-            self.filled_used += count
+            self._set_fill(page, offset + count)
             position += count
-        self._verified[seq] = end
+        self.lengths[seq] = self._verified[seq] = end
         if end // size + (end % size > 0) in table:
             self.fail("need", f"sequence {seq} holds a page beyond its {end} tokens")

@@ -34,14 +34,12 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 }
 """Fields each kind must have."""
 
-SHARE_REASONS = ("fork", "beam", "prefix", "pinned")
+SHARE_REASONS = ("fork", "beam", "request_fork", "prefix", "pinned")
 """Conditions under which a page may be shared."""
 
 _TEXT = ("request", "why")
-_NUMBERS = frozenset(
-    ["step", "t_us", "seq", "logical", "page", "src", "host", "before", "after"]
-    + ["tokens", "used", "shared", "cached", "free", "wasted", "running", "waiting", "prompt"]
-)
+_COUNTS = ("tokens", "used", "shared", "cached", "free", "wasted", "running", "waiting", "prompt")
+_NUMBERS = frozenset(("step", "t_us", "seq", "logical", "page", "src", "host", "before", "after", *_COUNTS))
 
 
 class Replay(Pool):
@@ -117,7 +115,7 @@ class Replay(Pool):
     def _on_alloc(self, event: dict[str, Any]) -> None:
         self.require_free(event["page"])
         self.check_counts(event, 0, 1)
-        self.set_entry(event["seq"], event["logical"], event["page"], fill=0)
+        self.set_entry(event["seq"], event["logical"], event["page"], new=True)
 
     def _on_share(self, event: dict[str, Any]) -> None:
         page, why, seq = event.get("page"), event["why"], event["seq"]
@@ -136,6 +134,9 @@ class Replay(Pool):
             owners = {self.request_of.get(s) for s in self.owners.get(page, ())}
             if before == 0 or (request is not None and None not in owners and request not in owners):
                 self.fail("isolation", f"{why}: no sequence of request {request!r} names page {page}")
+        elif why == "request_fork":
+            if before == 0:
+                self.fail("isolation", f"{why}: no sequence names page {page}")
         elif self.writes and self.stats.steps and self.filled.get(page, 0) != self.page_size:
             self.fail(
                 "partial-page", f"{why} hit on page {page}, which has {self.filled.get(page, 0)} of {self.page_size} tokens"
@@ -143,7 +144,8 @@ class Replay(Pool):
         if why == "pinned" and not self.pins.get(page):
             self.fail("pin", f"share: page {page} is not pinned")
         self.cached.discard(page)
-        self.set_entry(seq, event["logical"], page)
+        tokens = event["logical"] * self.page_size + self.filled.get(page, 0)
+        self.set_entry(seq, event["logical"], page, tokens=min(tokens, event.get("tokens", tokens)))
 
     def _share_host_entry(self, event: dict[str, Any]) -> None:
         host = event.get("host", -1)
@@ -164,7 +166,7 @@ class Replay(Pool):
         self.check_counts(event, before, before - 1)
         self.require_free(page)
         self.drop_entry(seq, logical, cached=False)
-        self.set_entry(seq, logical, page, fill=self.filled.get(src, 0))
+        self.set_entry(seq, logical, page, new=True)
         self._copies.append((self._line, seq, logical, page))
 
     def _on_free(self, event: dict[str, Any]) -> None:
@@ -179,6 +181,7 @@ class Replay(Pool):
             self.drop_host_entry(seq, logical)
         else:
             self.fail("fields", "free: wants page or host")
+        self.forget_if_empty(seq)
 
     def _on_evict(self, event: dict[str, Any]) -> None:
         page, host = event.get("page"), event.get("host")
@@ -217,9 +220,8 @@ class Replay(Pool):
         elif self._came_from.get(page) != host:
             self.fail("host-page", f"swap_in: page {page} is owned and did not come from host page {host}")
         self.check_counts(event, before, before + 1)
-        fill = None if before else self.host_filled[host]
         self.drop_host_entry(seq, logical)
-        self.set_entry(seq, logical, page, fill=fill)
+        self.set_entry(seq, logical, page, new=not before)
         self._came_from[page] = host
 
     def _on_offload(self, event: dict[str, Any]) -> None:
@@ -237,7 +239,8 @@ class Replay(Pool):
             self.fail("host-page", f"restore: host page {host} is not offloaded")
         self.require_free(page)
         self.check_counts(event, 0, 1)
-        self.set_entry(event["seq"], event["logical"], page, fill=self.host_filled.pop(host))
+        tokens = event["logical"] * self.page_size + self.host_filled.pop(host)
+        self.set_entry(event["seq"], event["logical"], page, new=True, tokens=tokens)
         self.offloaded.remove(host)
 
     def _on_preempt(self, event: dict[str, Any]) -> None:

@@ -20,8 +20,9 @@ admit      ``request`` enters the running set (again after a preemption). Option
            ``cached`` (tokens found in the prefix index). Changes no table.
 alloc      ``table[seq][logical] = page``; ``page`` was free; ``ref`` 0 -> 1.
 share      ``table[seq][logical] = page``; ``ref`` before -> before + 1. ``why``: "fork" (same request, samples),
-           "beam" (same request, beam search), "prefix" (prefix index), "pinned" (a pinned prefix). ``before`` is 0
-           only for a cached page.
+           "beam" (same request, beam search), "request_fork" (a request that continues another), "prefix" (prefix index),
+           "pinned" (a pinned prefix). ``before`` is 0 only for a cached page. ``tokens`` optional: tokens the sequence
+           has in shared pages, where that is less than the pages hold.
            With ``host`` in place of ``page``: a swapped-out entry is added (a beam forked while on the host); the counts
            are those of the host page.
 copy       copy-on-write: ``table[seq][logical]`` changes from ``src`` to ``page``. ``before``, ``after`` are the counts

@@ -1,7 +1,8 @@
 // The log, decoded and replayed. A frame is the pool as the device sees it in one step, plus one last frame for the end.
 //
 // Columns of an event: kind, reason (bit 16: the freed page stays cached), sequence (of "admit" and "abort": request),
-// logical index (of "write": position), page (of "write": tokens), source or host page. -1 stands for none.
+// logical index (of "write": position), page (of "write": tokens), source or host page (of "share" of a device page: tokens).
+// -1 stands for none.
 
 const K = {};
 
@@ -35,27 +36,51 @@ class Pool {
     return copy;
   }
 
-  set(seq, logical, page, fill) {
+  // Slots of its page at `logical` that a sequence's tokens fill.
+  shareOf(seq, logical) {
+    const size = this.log.pageSize;
+    return Math.min(size, Math.max(0, (this.tokens.get(seq) || 0) - logical * size));
+  }
+
+  setFill(page, fill) {
+    this.filled += fill - this.fill[page];
+    this.fill[page] = fill;
+  }
+
+  clear(seq, logical) {
+    const table = this.tables.get(seq);
+    table[logical] = 0;
+    while (table.length && table[table.length - 1] === 0) table.pop();
+    if (!table.length) this.tables.delete(seq);
+  }
+
+  // `fresh`: the page has new content; `tokens`: what the sequence has with it.
+  set(seq, logical, page, fresh, tokens) {
     let table = this.tables.get(seq);
     if (!table) this.tables.set(seq, (table = []));
     while (table.length < logical) table.push(0);
     table[logical] = page;
     if (this.cached[page]) { this.cached[page] = 0; this.numCached--; }
-    if (fill >= 0) this.fill[page] = fill;
+    if (fresh) this.fill[page] = 0;
+    if (tokens > (this.tokens.get(seq) || 0)) this.tokens.set(seq, tokens);
     this.entries++;
     const count = ++this.ref[page];
     if (count === 1) { this.used++; this.filled += this.fill[page]; }
     if (count === 2) this.shared++;
+    const fill = this.shareOf(seq, logical);
+    if (fill > this.fill[page]) this.setFill(page, fill);
   }
 
   drop(seq, logical, page, stays) {
-    const table = this.tables.get(seq);
-    table[logical] = 0;
-    while (table.length && table[table.length - 1] === 0) table.pop();
-    if (!table.length) { this.tables.delete(seq); this.tokens.delete(seq); }
+    this.clear(seq, logical);
     this.entries--;
     const count = --this.ref[page];
     if (count === 1) this.shared--;
+    if (count && this.fill[page] < this.log.pageSize && this.shareOf(seq, logical) === this.fill[page]) {
+      let fill = 0; // the others may have fewer tokens
+      for (const [owner, table] of this.tables) if (table[logical] === page) fill = Math.max(fill, this.shareOf(owner, logical));
+      this.setFill(page, fill);
+    }
     if (count === 0) {
       this.used--;
       this.filled -= this.fill[page];
@@ -70,60 +95,47 @@ class Pool {
     table[logical] = -1 - host;
   }
 
-  dropHost(seq, logical, host) {
-    const table = this.tables.get(seq);
-    table[logical] = 0;
-    while (table.length && table[table.length - 1] === 0) table.pop();
-    if (!table.length) { this.tables.delete(seq); this.tokens.delete(seq); }
-    if (--this.hostRef[host] === 0) this.hostUsed--;
-  }
-
   write(seq, position, tokens) {
     const size = this.log.pageSize, table = this.tables.get(seq) || [], end = position + tokens;
-    for (let at = position; at < end; ) {
-      const page = table[Math.floor(at / size)], stop = Math.min(end, (Math.floor(at / size) + 1) * size);
-      if (page > 0) {
-        const fill = stop - Math.floor(at / size) * size;
-        this.filled += fill - this.fill[page];
-        this.fill[page] = fill;
-      }
-      at = stop;
+    for (let logical = Math.floor(position / size); logical * size < end; logical++) {
+      if (table[logical] > 0) this.setFill(table[logical], Math.min(size, end - logical * size));
     }
     this.tokens.set(seq, end);
   }
 
   apply(i) {
-    const { kind, reason, seq, logical, page, other } = this.log;
+    const { kind, reason, seq, logical, page, other } = this.log, size = this.log.pageSize;
     const s = seq[i], l = logical[i], p = page[i], o = other[i];
     switch (kind[i]) {
-      case K.alloc: this.set(s, l, p, 0); break;
+      case K.alloc: this.set(s, l, p, true, 0); break;
       case K.share:
-        if (p >= 0) this.set(s, l, p, -1);
-        else { this.setHost(s, l, o); this.hostRef[o]++; }
+        if (p < 0) { this.setHost(s, l, o); this.hostRef[o]++; break; }
+        this.set(s, l, p, false, o >= 0 ? Math.min(o, l * size + this.fill[p]) : l * size + this.fill[p]);
         break;
-      case K.copy: {
-        const tokens = this.tokens.get(s), fill = this.fill[o];
+      case K.copy:
         this.drop(s, l, o, false);
-        this.set(s, l, p, fill);
-        if (tokens !== undefined) this.tokens.set(s, tokens);
+        this.set(s, l, p, true, 0);
         break;
-      }
       case K.free:
-        if (p >= 0) this.drop(s, l, p, reason[i] >> 16); else this.dropHost(s, l, o);
+        if (p >= 0) this.drop(s, l, p, reason[i] >> 16);
+        else {
+          this.clear(s, l);
+          if (--this.hostRef[o] === 0) this.hostUsed--;
+        }
+        if (!this.tables.has(s)) this.tokens.delete(s);
         break;
       case K.evict:
         if (p >= 0) { this.cached[p] = 0; this.numCached--; } else { this.hostKept[o] = 0; this.hostUsed--; }
         break;
       case K.swap_out: {
-        const tokens = this.tokens.get(s), fill = this.fill[p];
+        const fill = this.fill[p];
         this.drop(s, l, p, reason[i] >> 16);
         this.setHost(s, l, o);
-        if (tokens !== undefined) this.tokens.set(s, tokens);
         if (this.hostRef[o]++ === 0) { this.hostUsed++; this.hostFill[o] = fill; }
         break;
       }
       case K.swap_in:
-        this.set(s, l, p, this.ref[p] ? -1 : this.hostFill[o]);
+        this.set(s, l, p, this.ref[p] === 0, 0);
         if (--this.hostRef[o] === 0) this.hostUsed--;
         break;
       case K.offload:
@@ -132,7 +144,7 @@ class Pool {
         break;
       case K.restore:
         this.hostKept[o] = 0; this.hostUsed--;
-        this.set(s, l, p, this.hostFill[o]);
+        this.set(s, l, p, true, l * size + this.hostFill[o]);
         break;
       case K.pin: this.pins[p]++; break;
       case K.unpin: this.pins[p]--; break;
@@ -141,11 +153,10 @@ class Pool {
     this.event = i + 1;
   }
 
+  // Where the log lists no writes, what its pages could hold.
   tokensOf(seq) {
-    if (this.tokens.has(seq)) return this.tokens.get(seq);
-    const table = this.tables.get(seq) || [], last = table.length - 1;
-    if (last < 0) return 0;
-    return last * this.log.pageSize + (table[last] < 0 ? this.hostFill[-1 - table[last]] : this.fill[table[last]]);
+    if (this.log.hasWrites) return this.tokens.get(seq) || 0;
+    return (this.tables.get(seq) || []).length * this.log.pageSize;
   }
 
   owners(page) {
@@ -186,7 +197,7 @@ class Log {
       const kind = this.kind[i];
       if (kind === K.write) { this.hasWrites = true; continue; }
       if (this.page[i] > pages) pages = this.page[i];
-      if (kind !== K.copy && this.other[i] > host) host = this.other[i];
+      if (kind !== K.copy && (kind !== K.share || this.page[i] < 0) && this.other[i] > host) host = this.other[i];
     }
     this.pageSize = header.page_size || 1;
     this.numPages = header.num_pages || pages + 1;
