@@ -79,7 +79,7 @@ def draw_pool(trace: PoolTrace, path: str) -> None:
     """
     times = [sample.time_s for sample in trace.samples]
     column = lambda name: [getattr(sample, name) for sample in trace.samples]
-    figure = Figure(figsize=(9, 7), layout="constrained")
+    figure = Figure(figsize=(10.5, 7), layout="constrained")
     FigureCanvasAgg(figure)
     pages, slots, seqs = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 2))
     pages.stackplot(
@@ -88,7 +88,7 @@ def draw_pool(trace: PoolTrace, path: str) -> None:
     pages.axhline(trace.num_pages, color="#444444", linewidth=1, linestyle="--", label=f"pool: {trace.num_pages} pages")
     pages.set_ylim(0, max(trace.num_pages, 1) * 1.08)
     pages.set(ylabel="pages", title="Page pool over time")
-    slots.fill_between(times, column("wasted_slots"), step="post", color="#d9862b", label="wasted: empty slots of used pages")
+    slots.fill_between(times, column("wasted_slots"), step="post", color="#d9862b", label="wasted: empty slots\nof used pages")
     slots.set(ylabel="token slots")
     slots.set_ylim(bottom=0)
     seqs.step(times, column("running"), where="post", color="#2d7d46", label="running")
@@ -96,7 +96,7 @@ def draw_pool(trace: PoolTrace, path: str) -> None:
     seqs.set(ylabel="sequences", xlabel="seconds since the first step")
     seqs.set_ylim(bottom=0)
     for axes in (pages, slots, seqs):
-        axes.legend(loc="upper right", fontsize="small", framealpha=0.9)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02), fontsize="small", frameon=False)
         axes.grid(alpha=0.25)
     try:
         figure.savefig(path, dpi=120, format="png")

@@ -22,7 +22,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
-    import jax  # only when needed: it takes seconds
+    import jax  # these only when needed: they take seconds
+
+    from pallas_kernels.dispatch import BY_PLATFORM, NO_KERNEL, OPS
 
     rows = [
         ("python", platform.python_version()),
@@ -30,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     for device in jax.devices():
         rows.append(("device", f"{device.id}: {device.device_kind}{_memory(device)}"))
+    own = BY_PLATFORM.get(jax.default_backend(), "xla")
+    rows += [("kernel", f"{op}: {NO_KERNEL.get((op, own), own)}") for op in OPS]
     rows += [("package", f"{name} {_version(name)}") for name in PACKAGES]
     print("\n".join(f"{name + ':':<12}{value}" for name, value in rows))
     return EXIT_OK
