@@ -77,6 +77,9 @@ class StepPlanner:
         newcomers: list[SeqState] = []
         if self._budget > 0 and not self._stalled and not self._preempted and len(self._waiting):
             newcomers = self._admit()
+        elif self._stuck():
+            self._preempt_last()
+            newcomers = self._admit()
         forks = self._finish_chunks() if self._chunks else []
         if self._events is not None:
             self._tell_step(newcomers)
@@ -219,6 +222,16 @@ class StepPlanner:
             sample.status = Status.RUNNING
             sample.admitted = True
         return samples
+
+    def _stuck(self) -> bool:
+        """Whether nothing runs or is in flight while a sequence of higher rank than the last running one is queued.
+
+        That is a beam whose request lost a seat to a lower-ranked one: its siblings wait for it and it waits for the seat.
+        """
+        if self._rows or not self.running or (head := self._waiting.head()) is None:
+            return False
+        idle = not any(state.seq.num_inflight_tokens for state in [head, *self.running])
+        return idle and head.rank < self.running[-1].rank and self.running[-1].owner is not head.owner
 
     # --- changes between steps ---------------------------------------------------------------------------------------
 

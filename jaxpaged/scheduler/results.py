@@ -167,7 +167,7 @@ class ResultApplier:
         if parent.status is not Status.RUNNING or not room or shared == 0 or self._lost_to_window(parent, shared):
             self._waiting.push(child, Status.WAITING)
             return
-        self._kv.fork(parent, child, shared, "fork")
+        self._kv.fork(parent, child, shared, "request_fork")
         self._planner.gain(child)
 
     def _lost_to_window(self, parent: SeqState, shared: int) -> bool:
@@ -190,18 +190,18 @@ class ResultApplier:
         if search.done:
             self._end_beam_search(owner)
             return
-        heirs: dict[int, SeqState] = {}
+        parents = {survivor.parent for survivor in survivors}
+        for index, beam in enumerate(beams):
+            if index not in parents:
+                self._drop(beam, "beam", "beam")
         following: list[tuple[SeqState, Continuation]] = []
         for survivor in survivors:
             parent = beams[survivor.parent]
-            if survivor.parent in heirs:
-                following.append((self._fork_beam(parent), survivor))
-            else:
-                heirs[survivor.parent] = parent
+            if survivor.parent in parents:
+                parents.remove(survivor.parent)
                 following.append((parent, survivor))
-        for index, beam in enumerate(beams):
-            if index not in heirs:
-                self._drop(beam, "beam", "beam")
+            else:
+                following.append((self._fork_beam(parent), survivor))
         owner.states = [state for state, _ in following]
         owner.request.sequences = [state.seq for state in owner.states]
         for index, (state, survivor) in enumerate(following):
