@@ -59,7 +59,8 @@ def main() -> None:
     print("sequences  schedule_us  update_us  together_us  us_per_sequence")
     for num_seqs in args.sequences:
         schedule, update = measure(num_seqs, args.steps)
-        print(f"{num_seqs:9d}  {schedule:11.1f}  {update:9.1f}  {schedule + update:11.1f}  {(schedule + update) / num_seqs:15.2f}")
+        both = schedule + update
+        print(f"{num_seqs:9d}  {schedule:11.1f}  {update:9.1f}  {both:11.1f}  {both / num_seqs:15.2f}")
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ class KVManager:
             if page:
                 before = pool.share(page)
                 if events is not None:
-                    self._tell("share", child, logical, page, before, before + 1, why=why)
+                    self._tell("share", child, logical, page, before, before + 1, why=why, tokens=num_tokens)
 
     def fork_swapped(self, parent: SeqState, child: SeqState) -> None:
         """As ``fork``, for a parent whose pages are on the host."""

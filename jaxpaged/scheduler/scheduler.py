@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.errors import CapacityError, InvalidRequestError, InvariantError
 from jaxpaged.outputs import EngineStats
-from jaxpaged.request import FinishReason, Request
+from jaxpaged.request import FinishReason, Request, Sequence
 from jaxpaged.sampling_params import MAX_SEED, BeamSearchParams, SamplingParams
 from jaxpaged.scheduler import audit
 from jaxpaged.scheduler.beam import BeamSearch
@@ -310,6 +310,11 @@ class Scheduler:
             num_swapped_in_pages=kv.num_swapped_in,
             num_steps=planner.num_steps,
         )
+
+    def sequence(self, seq_id: int) -> Sequence | None:
+        """The live sequence of an id, or None."""
+        state = self._results.states.get(seq_id)
+        return None if state is None else state.seq
 
     def block_table(self, seq_id: int) -> tuple[int, ...]:
         """Page ids of a live sequence in logical order (0: given back behind the window); empty where it holds none."""
