@@ -19,9 +19,18 @@ from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 
 INPUT_FORMATS = ("auto", "jsonl", "text", "openai")
 
-# Options that change neither what is generated nor how a record is written: free to differ when a job is resumed.
+# Options that change neither what is generated nor how a record is written: free to differ when a job is resumed. The input
+# itself is compared by its content, and its format as it was decided.
 UNTRACKED = frozenset(
-    {"input.path", "output.path", "output.plot", "engine.event_log", "engine.debug", "engine.compilation_cache_dir"}
+    {
+        "input.path",
+        "input.format",
+        "output.path",
+        "output.plot",
+        "engine.event_log",
+        "engine.debug",
+        "engine.compilation_cache_dir",
+    }
 )
 
 

@@ -20,6 +20,7 @@ SAMPLING_FIELDS = tuple(
 )
 LINE_FIELDS = ("id", *PROMPT_FIELDS, "priority", "cache_salt", *SAMPLING_FIELDS)
 LOGPROB_DIGITS = 6
+LOWEST_LOGPROB = -9999.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +136,12 @@ def usage_of(output: RequestOutput) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
+def rounded(logprob: float) -> float:
+    """A log-probability as records hold it: six decimals, and -9999 for an impossible token (JSON has no infinity)."""
+    value = float(logprob)
+    return round(value, LOGPROB_DIGITS) if value > LOWEST_LOGPROB else LOWEST_LOGPROB
+
+
 def _prompt(fields: dict[str, Any]) -> str | dict[str, Any]:
     given = [name for name in PROMPT_FIELDS if name in fields]
     if len(given) != 1:
@@ -159,7 +166,7 @@ def _completion(out: CompletionOutput, params: SamplingParams | BeamSearchParams
     if out.stop_reason is not None:
         record["stop_reason"] = out.stop_reason
     if isinstance(params, BeamSearchParams) and out.cumulative_logprob is not None:
-        record["cumulative_logprob"] = round(float(out.cumulative_logprob), LOGPROB_DIGITS)
+        record["cumulative_logprob"] = rounded(out.cumulative_logprob)
     if out.logprobs is not None:
         record["logprobs"] = [_logprob(token, table) for token, table in zip(out.token_ids, out.logprobs, strict=True)]
     return record
@@ -170,10 +177,9 @@ def _logprob(token: int, table: dict[int, Any]) -> dict[str, Any]:
     return {
         "token_id": int(token),
         "token": entry.decoded_token,
-        "logprob": round(float(entry.logprob), LOGPROB_DIGITS),
+        "logprob": rounded(entry.logprob),
         "top": [
-            {"token_id": int(other), "token": lp.decoded_token, "logprob": round(float(lp.logprob), LOGPROB_DIGITS)}
-            for other, lp in ranked(table)
+            {"token_id": int(other), "token": lp.decoded_token, "logprob": rounded(lp.logprob)} for other, lp in ranked(table)
         ],
     }
 

@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from jaxpaged.batch.config import JobConfig, build_params
-from jaxpaged.batch.formats import LOGPROB_DIGITS, Identity, ranked, usage_of
+from jaxpaged.batch.formats import Identity, ranked, rounded, usage_of
 from jaxpaged.batch.items import BadLine, Item, with_seed
 from jaxpaged.batch.prompts import chat_messages, check_fields, check_priority, check_salt, text_prompt, token_prompt
 from jaxpaged.errors import InvalidRequestError
@@ -202,7 +202,7 @@ def _chat_choice(out: CompletionOutput) -> dict[str, Any]:
 
 def _chat_logprob(entry: Any) -> dict[str, Any]:
     token = entry.decoded_token or ""
-    return {"token": token, "logprob": round(float(entry.logprob), LOGPROB_DIGITS), "bytes": list(token.encode())}
+    return {"token": token, "logprob": rounded(entry.logprob), "bytes": list(token.encode())}
 
 
 def _text_choice(out: CompletionOutput) -> dict[str, Any]:
@@ -212,12 +212,9 @@ def _text_choice(out: CompletionOutput) -> dict[str, Any]:
         offsets = [0, *itertools.accumulate(map(len, tokens))][: len(tokens)]
         logprobs = {
             "tokens": tokens,
-            "token_logprobs": [
-                round(float(t[token].logprob), LOGPROB_DIGITS) for token, t in zip(out.token_ids, out.logprobs, strict=True)
-            ],
+            "token_logprobs": [rounded(t[token].logprob) for token, t in zip(out.token_ids, out.logprobs, strict=True)],
             "top_logprobs": [
-                {lp.decoded_token or "": round(float(lp.logprob), LOGPROB_DIGITS) for _, lp in ranked(table)}
-                for table in out.logprobs
+                {lp.decoded_token or "": rounded(lp.logprob) for _, lp in ranked(table)} for table in out.logprobs
             ],
             "text_offset": offsets,
         }

@@ -97,7 +97,7 @@ def read_items(
     first_lines: dict[str, int] = {}
     for number, content in raw_lines(path, on_bytes):
         entry = parse_line(number, content, line_format)
-        if entry.id is not None:
+        if entry.id is not None and line_format.wants_json:  # text lines have their numbers, which differ
             first = first_lines.setdefault(str(entry.id), number)
             if first != number:
                 entry = BadLine(

@@ -245,6 +245,30 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(tmp_path, monkeypatc
     assert lines and all("/30 done, " in line and "tokens/s" in line and "running" in line and "pool" in line for line in lines)
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_on_a_terminal_is_a_bar(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxpaged.batch.progress.BAR_INTERVAL_S", 0.0)
+    stream = Terminal()
+    job_module.run_job(make_job(tmp_path, PROMPTS), lambda: FakeEngine(step_s=0.01), stream=stream)
+    assert "30/30" in stream.getvalue() and "tokens/s, 4 running, " in stream.getvalue() and "pool 12%" in stream.getvalue()
+
+
+def test_a_job_that_is_told_to_be_quiet_is(tmp_path):
+    stream = Terminal()
+    job_module.run_job(make_job(tmp_path, PROMPTS), FakeEngine, stream=stream, quiet=True)
+    assert stream.getvalue() == ""
+
+
+def test_an_impossible_tokens_logprob_is_still_json(tmp_path):
+    from jaxpaged.batch.formats import rounded
+
+    assert [rounded(value) for value in (-0.12345678, float("-inf"), float("nan"), 0)] == [-0.123457, -9999.0, -9999.0, 0]
+
+
 def test_the_summary_and_the_picture(tmp_path):
     job = make_job(tmp_path, PROMPTS, output={"plot": True})
     text = run(job).text()

@@ -98,6 +98,12 @@ def test_a_moved_input_is_not_a_changed_one(finished, tmp_path):
     assert run(make_job(tmp_path, LINES, name="moved.jsonl"), resume=True).complete
 
 
+def test_a_changed_input_format_is_refused_unless_it_is_what_was_decided(finished, tmp_path):
+    assert run(make_job(tmp_path, LINES, input={"format": "jsonl"}), resume=True).complete
+    with pytest.raises(JobError, match=r"input\.format changed \(jsonl -> text\)"):
+        run(make_job(tmp_path, LINES, input={"format": "text"}), resume=True)
+
+
 def test_changed_weights_are_refused_and_the_records_kept(finished):
     job, whole = finished
     cut(job, len(whole) // 2)
