@@ -121,23 +121,27 @@ def llama3_from_factors(factors: np.ndarray, theta: float, where: str) -> RopeCo
 
     Source: Llama 3.1's scaling rule as in ``transformers`` ("llama3"): between wavelengths original/high and original/low
         the inverse divisor is linear in the frequency, ``1/f = (1 - s)/factor + s`` with
-        ``s = (original * freq / 2 pi - low) / (high - low)``. Scaling low, high and original together changes nothing, so
-        low is fixed at 1 and two points determine the rest.
+        ``s = (original * freq / 2 pi - low) / (high - low)``, clipped to 0..1. Scaling low, high and original together
+        changes nothing, so original is fixed and two points of the line determine the rest.
     """
     dim = 2 * len(factors)
     factor = float(np.round(factors.max(), 4))
     if factor == 1.0:
         return RopeConfig(theta=theta)
     freq = theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
-    guesses = [(1.0, 4.0, 8192)]
+    original, guesses = 8192, [(1.0, 4.0)]
     smooth = (1.0 / factors.astype(np.float64) - 1.0 / factor) / (1.0 - 1.0 / factor)
-    between = (smooth > 1e-5) & (smooth < 1.0 - 1e-5)
-    if between.sum() >= 2:
-        slope, offset = np.polyfit(freq[between], smooth[between], 1)
-        if offset < 0:
-            high = 1.0 - 1.0 / offset
-            guesses.append((1.0, high, round(slope * 2 * math.pi * (high - 1.0))))
-    for low, high, original in guesses:
+    # The line runs through the points strictly between; with fewer than two of them, through a neighbour at its clip.
+    inner = np.flatnonzero((smooth > 1e-5) & (smooth < 1.0 - 1e-5))
+    last = int(np.count_nonzero(smooth >= 1.0 - 1e-5)) - 1
+    lines = [inner] if len(inner) > 1 else [np.arange(last, last + 2), np.arange(last + 1, last + 3)]
+    for points in lines:
+        if points.min() >= 0 and points.max() < len(freq):
+            slope, offset = np.polyfit(freq[points], np.clip(smooth[points], 0.0, 1.0), 1)
+            if slope > 0 > offset:
+                width = original / (2 * math.pi * slope)
+                guesses.append((-offset * width, -offset * width + width))
+    for low, high in guesses:
         s = np.clip((original * freq / (2 * math.pi) - low) / (high - low), 0.0, 1.0)
         if np.allclose(1.0 / ((1.0 - s) / factor + s), factors, rtol=2e-4):
             return RopeConfig(
@@ -145,7 +149,7 @@ def llama3_from_factors(factors: np.ndarray, theta: float, where: str) -> RopeCo
                 rope_type="llama3",
                 factor=factor,
                 original_max_position_embeddings=original,
-                low_freq_factor=low,
+                low_freq_factor=float(low),
                 high_freq_factor=float(high),
             )
     raise CheckpointError(f"{where}: tensor rope_freqs.weight does not follow the llama3 rotary scaling: {factors.tolist()}")
