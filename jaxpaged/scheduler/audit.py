@@ -64,13 +64,13 @@ def check(kv: KVManager, states: list[SeqState]) -> None:
     """
     kv.pool.check(Counter(page for state in states for page in state.table if page))
     kv.host.check(Counter(page for state in states for page in state.host_table if page >= 0))
-    for key, entry in kv.index.items():
-        if kv.index.key_of.get(entry.page) != key or not kv.pool.findable[entry.page]:
+    for key, entry in kv.cache.index.items():
+        if kv.cache.index.key_of.get(entry.page) != key or not kv.pool.findable[entry.page]:
             raise InvariantError(f"the prefix index points at page {entry.page}, which does not carry that key")
-        if (key in kv.pinned_keys) != (entry.page in kv.pool.pins):
+        if (key in kv.cache.pinned_keys) != (entry.page in kv.pool.pins):
             raise InvariantError(f"page {entry.page}: its key and the page disagree on being pinned")
-    if len(kv.index) != sum(kv.pool.findable):
-        raise InvariantError(f"{sum(kv.pool.findable)} pages are findable but the prefix index has {len(kv.index)}")
+    if len(kv.cache.index) != sum(kv.pool.findable):
+        raise InvariantError(f"{sum(kv.pool.findable)} pages are findable but the prefix index has {len(kv.cache.index)}")
     for state in states:
         _check_state(kv, state)
 

@@ -7,13 +7,11 @@ not handed out again in the same step, nor is a host page read by a restore.
 """
 
 from collections import Counter
-from collections.abc import Iterable
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.scheduler.events import EventLog
-from jaxpaged.scheduler.host_store import HostStore
-from jaxpaged.scheduler.page_pool import PagePool
-from jaxpaged.scheduler.prefix_index import ROOT_KEY, PrefixEntry, PrefixIndex, page_key
+from jaxpaged.scheduler.prefix_cache import PrefixCache
+from jaxpaged.scheduler.prefix_index import PrefixEntry
 from jaxpaged.scheduler.sequence_state import SeqState, Status
 
 NEVER = 1 << 62
@@ -28,10 +26,9 @@ class KVManager:
 
     Attributes:
         page_size: tokens a page holds.
+        cache: which pages can be found again.
         pool: the device's pages.
-        index: findable device pages.
         host: host pages (swapped-out sequences, offloaded cached pages).
-        pinned_keys: prefix keys that may not be evicted, with the number of pins.
         saves, restores, copies: the plan of the current step.
         num_copies, num_swapped_out, num_swapped_in: pages since start.
     """
@@ -40,13 +37,10 @@ class KVManager:
         self.page_size = config.page_size
         self._window = config.sliding_window
         self._caching = config.enable_prefix_caching
-        self._offload = config.offload_cached_pages
         self._events = events
-        self.pool = PagePool(config.num_pages, on_evict=self._evict)
-        self.index = PrefixIndex()
-        self.host = HostStore(config.num_host_pages, on_drop=self._dropped)
-        self.pinned_keys: dict[bytes, int] = {}
-        self.saves: list[tuple[int, int]] = []
+        self.cache = PrefixCache(config, events)
+        self.pool, self.host = self.cache.pool, self.cache.host
+        self.saves: list[tuple[int, int]] = self.cache.saves
         self.restores: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
         self.num_copies = self.num_swapped_out = self.num_swapped_in = 0
@@ -58,13 +52,14 @@ class KVManager:
     def begin_step(self) -> None:
         """Starts the plan of a step."""
         self._freed_before = self.pool.num_freed
-        self.saves, self.restores, self.copies = [], [], []
+        self.cache.saves = self.saves = []
+        self.restores, self.copies = [], []
 
     def end_step(self) -> tuple[int, ...]:
         """Ends the plan: pages this step fills become findable from the next step on. Returns pages that may be poisoned."""
         for state in self._to_index:
             if state.status is Status.RUNNING:
-                self.make_findable(state)
+                self.cache.make_findable(state)
         self._to_index.clear()
         freed = self.pool.end_step(self._freed_before)
         self.host.end_step()
@@ -175,38 +170,6 @@ class KVManager:
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
-    def keys_of(self, state: SeqState, num_pages: int) -> list[bytes]:
-        """Prefix keys of the sequence's first ``num_pages`` full pages; computed once each."""
-        keys, page_size, token_ids = state.keys, self.page_size, state.seq.token_ids
-        for logical in range(len(keys), num_pages):
-            parent = keys[-1] if keys else ROOT_KEY
-            keys.append(page_key(parent, token_ids[logical * page_size : (logical + 1) * page_size], state.owner.extras))
-        return keys
-
-    def find(self, state: SeqState) -> list[tuple[PrefixEntry, bool]]:
-        """Longest run of findable pages from the sequence's beginning; one token at least is left to compute.
-
-        Returns:
-            Per page: its entry, and whether it is on the device (else on the host).
-        """
-        if not self._caching:
-            return []
-        page_size, token_ids = self.page_size, state.seq.token_ids
-        found: list[tuple[PrefixEntry, bool]] = []
-        parent = ROOT_KEY
-        for logical in range((len(token_ids) - 1) // page_size):
-            key = self.keys_of(state, logical + 1)[logical]
-            on_device = key in self.index
-            index = self.index if on_device else self.host.index
-            if not on_device and key not in index:
-                break
-            entry = index.find(key, parent, logical, token_ids[logical * page_size : (logical + 1) * page_size])
-            if entry is None:
-                break
-            found.append((entry, on_device))
-            parent = key
-        return found
-
     def adopt(self, state: SeqState, found: list[tuple[PrefixEntry, bool]]) -> None:
         """Starts the sequence's table with the pages found. All are held on to before any page is taken to restore one."""
         pool, events, page_size = self.pool, self._events, self.page_size
@@ -240,65 +203,6 @@ class KVManager:
     def written(self, state: SeqState) -> None:
         """A page filled by the step being planned becomes findable when the plan ends."""
         self._to_index.append(state)
-
-    def make_findable(self, state: SeqState) -> None:
-        """Enters the sequence's full pages, written by dispatched steps and of known tokens, into the index."""
-        page_size, seq, table = self.page_size, state.seq, state.table
-        known = min(seq.num_computed_tokens, len(seq.token_ids))
-        while state.index_at <= known:
-            logical = state.index_at // page_size - 1
-            state.index_at += page_size
-            page = table[logical]
-            key = self.keys_of(state, logical + 1)[logical]
-            if page and not self.pool.findable[page]:
-                tokens = tuple(seq.token_ids[logical * page_size : (logical + 1) * page_size])
-                parent = state.keys[logical - 1] if logical else ROOT_KEY
-                if self.index.add(key, PrefixEntry(page, parent, logical, tokens)):
-                    self.pool.mark_findable(page)
-                    if key in self.pinned_keys:
-                        self._pin(page)
-
-    def _evict(self, page: int) -> None:
-        key, entry = self.index.remove(page)
-        host = self.host.put(key, entry) if self._offload else None
-        if host is not None:
-            self.saves.append((page, host))
-        if self._events is not None:
-            if host is not None:
-                self._events.emit("offload", page=page, host=host, before=0, after=0)
-            else:
-                self._events.emit("evict", page=page, before=0, after=0)
-
-    def _dropped(self, host: int) -> None:
-        if self._events is not None:
-            self._events.emit("evict", host=host)
-
-    # --- pinning -----------------------------------------------------------------------------------------------------
-
-    def pin_keys(self, keys: Iterable[bytes]) -> None:
-        """Adds a pin to each key: its page, once findable, is not evicted."""
-        for key in keys:
-            self.pinned_keys[key] = self.pinned_keys.get(key, 0) + 1
-            entry = self.index.get(key)
-            if entry is not None and self.pinned_keys[key] == 1:
-                self._pin(entry.page)
-
-    def unpin_keys(self, keys: Iterable[bytes]) -> None:
-        """Removes a pin from each key."""
-        for key in keys:
-            self.pinned_keys[key] -= 1
-            if not self.pinned_keys[key]:
-                del self.pinned_keys[key]
-                entry = self.index.get(key)
-                if entry is not None:
-                    after = self.pool.unpin(entry.page)
-                    if self._events is not None:
-                        self._events.emit("unpin", page=entry.page, before=after + 1, after=after)
-
-    def _pin(self, page: int) -> None:
-        before = self.pool.pin(page)
-        if self._events is not None:
-            self._events.emit("pin", page=page, before=before, after=before + 1)
 
     # --- giving back -------------------------------------------------------------------------------------------------
 
@@ -358,17 +262,19 @@ class KVManager:
             state.index_at = NEVER
 
     def swap_in_need(self, states: list[SeqState]) -> int:
-        """Pages needed to bring ``states`` back and let each write one token."""
-        pages = {page for state in states for page in state.host_table if page >= 0}
-        tails: Counter[int] = Counter()
-        need = len(pages)
+        """Pages needed to bring ``states`` back and let each that has a token to write write one."""
+        need = len({page for state in states for page in state.host_table if page >= 0})
+        holders: Counter[int] = Counter()
+        writers: Counter[int] = Counter()
         for state in states:
             computed = state.seq.num_computed_tokens
+            writes = len(state.seq.token_ids) > computed
             if computed % self.page_size:
-                tails[state.host_table[-1]] += 1
-            else:
+                holders[state.host_table[-1]] += 1
+                writers[state.host_table[-1]] += writes
+            elif writes:
                 need += 1
-        return need + sum(count - 1 for count in tails.values())
+        return need + sum(count - (count == holders[page] and count > 0) for page, count in writers.items())
 
     def swap_in(self, states: list[SeqState]) -> None:
         """Brings the pages of ``states`` back, shared ones once."""

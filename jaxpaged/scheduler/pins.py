@@ -25,7 +25,7 @@ class PinnedPrefixes:
     @property
     def num_pages(self) -> int:
         """Pages pinned beginnings hold or will hold."""
-        return len(self._kv.pinned_keys)
+        return len(self._kv.cache.pinned_keys)
 
     def keys(self, token_ids: tuple[int, ...], cache_salt: str, num_pages: int) -> list[bytes]:
         """Prefix keys of the first ``num_pages`` full pages."""
@@ -38,11 +38,11 @@ class PinnedPrefixes:
 
     def shared_with(self, token_ids: tuple[int, ...], cache_salt: str) -> int:
         """Computed pinned pages a prompt is sure to find, so that it needs no own ones for them."""
-        if not self._kv.pinned_keys:
+        if not self._kv.cache.pinned_keys:
             return 0
         count = 0
         for key in self.keys(token_ids, cache_salt, (len(token_ids) - 1) // self._config.page_size):
-            if key not in self._kv.pinned_keys or key not in self._kv.index:
+            if key not in self._kv.cache.pinned_keys or key not in self._kv.cache.index:
                 break
             count += 1
         return count
@@ -60,7 +60,7 @@ class PinnedPrefixes:
                 f"pin_prefix: got {len(token_ids)} tokens, wants a full page ({self._config.page_size}) at least"
             )
         keys = self.keys(token_ids, cache_salt, pages)
-        total = len(set(keys) | set(self._kv.pinned_keys))
+        total = len(set(keys) | set(self._kv.cache.pinned_keys))
         usable = self._config.num_pages - 1
         if total >= usable:
             raise CapacityError(
@@ -78,7 +78,7 @@ class PinnedPrefixes:
                     f"in all but the pool has {usable}; pin it later or give the pool more pages"
                 )
         self._pinned[name] = keys
-        self._kv.pin_keys(keys)
+        self._kv.cache.pin_keys(keys)
         return pages
 
     def unpin(self, token_ids: tuple[int, ...], cache_salt: str) -> None:
@@ -86,4 +86,4 @@ class PinnedPrefixes:
         keys = self._pinned.pop((cache_salt, token_ids), None)
         if keys is None:
             raise InvalidRequestError("unpin_prefix: these tokens are not pinned under this salt")
-        self._kv.unpin_keys(keys)
+        self._kv.cache.unpin_keys(keys)

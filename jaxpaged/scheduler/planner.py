@@ -336,7 +336,7 @@ class StepPlanner:
     def _admit_fresh(self, state: SeqState) -> bool:
         """Admits a sequence without pages if its known tokens and the next one fit now. Counts hits anew each time."""
         kv, pool, seq = self._kv, self._kv.pool, state.seq
-        found = kv.find(state)
+        found = kv.cache.find(state)
         window = self._config.sliding_window
         page_size = self._config.page_size
         behind = 0 if window is None else max(0, (len(found) * page_size - window + 1) // page_size)

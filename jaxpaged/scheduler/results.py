@@ -102,7 +102,7 @@ class ResultApplier:
             elif known >= state.limit:
                 self._end(state, FinishReason.LENGTH)
             elif known >= state.index_at and seq.num_computed_tokens >= state.index_at:
-                kv.make_findable(state)
+                kv.cache.make_findable(state)
         requests = list(progressed.values())
         if len(requests) > 1:
             requests.sort(key=_arrival)
@@ -213,7 +213,7 @@ class ResultApplier:
             state.candidates, state.hold = None, False
             self.num_generated_tokens += 1
             if state.status is Status.RUNNING and min(len(seq.token_ids), seq.num_computed_tokens) >= state.index_at:
-                self._kv.make_findable(state)
+                self._kv.cache.make_findable(state)
 
     def _fork_beam(self, parent: SeqState) -> SeqState:
         """A second child of a beam: its tokens, and its pages where it has any. The parent gets its own token later."""

@@ -93,6 +93,7 @@ class FakeDevice:
         self.host: list[list[int | None]] = [[None] * cfg.page_size for _ in range(cfg.num_host_pages)]
         self.rows: dict[int, _Row] = {}
         self.last: dict[int, int] = {}
+        self.broken: set[str] = set()
         self.num_written = 0
 
     def execute(self, output: SchedulerOutput, sequences: dict[int, object], forced=None) -> StepResult:
@@ -100,6 +101,8 @@ class FakeDevice:
         cfg, size = self.cfg, self.cfg.page_size
         for page in output.freed_pages:
             self.pages[page] = [None] * size
+        assert len({host for _, host in output.saves}) == len(output.saves)
+        assert len({device for _, device in output.restores}) == len(output.restores)
         for device, host in output.saves:
             self.host[host] = self.pages[device][:]
         for host, device in output.restores:
@@ -174,7 +177,7 @@ class FakeDevice:
             result.logprobs.append(scores[token])
             result.top_ids.append(order)
             result.top_logprobs.append([scores[t] for t in order])
-            result.finite.append(True)
+            result.finite.append(seq.request.request_id not in self.broken)
         return result
 
 
