@@ -18,7 +18,6 @@ class SamplingInputs:
 
     Attributes:
         token_index: int32 ``[R]`` flat index of the query token whose logits are sampled.
-        slot: int32 ``[R]`` where the token goes in ``last_tokens``; out of range for unused rows.
         seed: uint32 ``[R, 2]`` high and low word of the request's seed.
         sample: int32 ``[R]`` sample index within the request.
         position: int32 ``[R]`` position the sampled token will have.
@@ -29,7 +28,6 @@ class SamplingInputs:
     """
 
     token_index: Array
-    slot: Array
     seed: Array
     sample: Array
     position: Array
@@ -48,7 +46,7 @@ class StepInputs:
 
     Attributes:
         token_ids: int32 ``[T]``; ignored where ``device_slot`` is set.
-        device_slot: int32 ``[T]`` index into ``last_tokens`` of a token sampled by an earlier step, or -1.
+        device_slot: int32 ``[T]`` sample row of the previous step whose token this is, or -1.
         positions: int32 ``[T]``.
         rope_lengths: int32 ``[T]`` (dynamic RoPE only, see ``rope.rope_tables``), else None.
         plan: what the attention kernels share.

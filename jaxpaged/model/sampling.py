@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxpaged.model.inputs import SamplingInputs, StepOutputs
 
-MAX_TOP_LOGPROBS = 20
+MAX_TOP = 64
 NEG_INF = float("-inf")
 
 
@@ -93,7 +93,7 @@ def sample(logits: jax.Array, s: SamplingInputs, *, valid_vocab: int | None = No
 
     tokens = lax.cond(s.flags[0] > 0, draw, greedy, allowed)
     logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - logsumexp
-    top = min(MAX_TOP_LOGPROBS, vocab)
+    top = min(MAX_TOP, vocab)
 
     def most_likely(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         values, indices = lax.top_k(x, top)

@@ -36,7 +36,7 @@ class StepProgram:
         Args:
             leaves: the parameters.
             pool: the page pool (donated by the caller).
-            last_tokens: int32 ``[slots]`` last sampled token of each sequence slot, kept on the device.
+            last_tokens: int32 ``[most sample rows]`` what the previous step sampled, kept on the device.
             inputs: the step's inputs.
 
         Returns:
@@ -50,7 +50,7 @@ class StepProgram:
         rows = rms_norm(rows, model.norm[...], model.config.rms_norm_eps)
         logits = linear(rows, model.head(), out_dtype=jnp.float32)
         outputs = sample(logits, inputs.sampling, valid_vocab=self.valid_vocab)
-        last_tokens = last_tokens.at[inputs.sampling.slot].set(outputs.token_ids, mode="drop")
+        last_tokens = last_tokens.at[: outputs.token_ids.shape[0]].set(outputs.token_ids)
         return outputs, pool, last_tokens
 
 

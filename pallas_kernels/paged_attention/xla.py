@@ -137,13 +137,13 @@ def paged_attention(
     Args:
         q: ``[T, N, H]``; scores and probabilities are multiplied in its dtype and accumulated in float32.
         pool, plan, layer, options: as checked by the api.
-        tiles: ``{"block_tokens": int}`` keys of a block; default 128.
+        tiles: ``kv_tile`` is the number of keys of a block; default 128.
 
     Returns:
         ``(out [T, N, H], lse float32 [T, N] or None)``.
     """
     del interpret
-    pages = _block_pages(plan.page_size, (tiles or {}).get("block_tokens", 128))
+    pages = _block_pages(plan.page_size, tiles.kv_tile if tiles is not None and tiles.kv_tile else 128)
     span = pages * plan.page_size
     out_dtype = q.dtype if out_dtype is None else out_dtype
     tokens, heads, dim = q.shape
