@@ -58,7 +58,8 @@ class AttentionPlan:
         page_ids: ``[M]`` physical pages, row after row; entries behind a row's length are never dereferenced.
         slot_mapping: ``[T]`` where each query token's K/V go, ``page * page_size + offset`` within a layer;
             ``DROPPED_SLOT`` for padding tokens.
-        query_tiles: ``[B, 4]`` (row, first flat token, tokens, position of the first); unused tiles have 0 tokens.
+        query_tiles: ``[B, 4]`` (row, first flat token, tokens, position of the first); unused tiles have 0 tokens. Planned for
+            TPU, tiles are cut at multiples of ``query_tile`` in the flat batch instead of the row.
         decode_items: ``[W, 4]`` (row, first kv token, kv tokens, output slot): the decode rows cut into splits of
             ``split_len``; unused items have 0 tokens. None unless planned for GPU.
         split_indptr: ``[S + 1]`` start of each row's run of output slots (empty runs for rows that are no decode rows).
@@ -166,7 +167,7 @@ def plan(
     else:
         slots = np.full(shape.num_tokens, DROPPED_SLOT, np.int32)
     is_decode = q == 1 if not shape.decode_only else q >= 0
-    tiles, num_tiles = _query_tiles(q, n, start, is_decode, query_tile, shape)
+    tiles, num_tiles = _query_tiles(q, n, start, is_decode, query_tile, shape, aligned=target == "tpu")
     items = split_indptr = groups = None
     num_items = num_groups = 0
     if target == "gpu":
@@ -246,19 +247,22 @@ def max_query_tiles(shape: PlanShape, query_tile: int) -> int:
     return shape.num_tokens // query_tile + max(1, min(shape.num_seqs, shape.num_tokens // 2))
 
 
-def _query_tiles(q, n, start, is_decode, query_tile: int, shape: PlanShape):
+def _query_tiles(q, n, start, is_decode, query_tile: int, shape: PlanShape, aligned: bool):
     tiles = np.zeros((max_query_tiles(shape, query_tile), 4), np.int32)
     rows = np.flatnonzero((q > 0) & ~is_decode)
-    counts = -(-q[rows] // query_tile)
+    begin, end = start[:-1][rows], start[:-1][rows] + q[rows]
+    origin = begin // query_tile * query_tile if aligned else begin  # where the row's first tile starts, cut or not
+    counts = -(-(end - origin) // query_tile)
     total = int(counts.sum())
     if total:
         row = np.repeat(rows, counts)
         index = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-        first = index * query_tile
+        edge = np.repeat(origin, counts) + index * query_tile
+        first = np.maximum(edge, np.repeat(begin, counts))
         tiles[:total, 0] = row
-        tiles[:total, 1] = start[:-1][row] + first
-        tiles[:total, 2] = np.minimum(q[row] - first, query_tile)
-        tiles[:total, 3] = (n - q)[row] + first
+        tiles[:total, 1] = first
+        tiles[:total, 2] = np.minimum(edge + query_tile, np.repeat(end, counts)) - first
+        tiles[:total, 3] = (n - q)[row] + first - np.repeat(begin, counts)
     return tiles, total
 
 
