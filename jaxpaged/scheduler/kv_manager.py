@@ -115,7 +115,10 @@ class KVManager:
                     self._tell("alloc", state, len(table) - 1, page, 0, 1)
 
     def free_behind_window(self, state: SeqState) -> None:
-        """Gives back the pages no later query can see: those that end before ``num_computed_tokens - window + 1``."""
+        """Gives back the pages no later query can see: those that end before ``num_computed_tokens - window + 1``.
+
+        Called when a step's plan is complete: its own queries still see them, and whoever is given them writes in a later step.
+        """
         if self._window is None:
             return
         behind = (state.seq.num_computed_tokens - self._window + 1) // self.page_size

@@ -132,8 +132,9 @@ class PagePool:
             InvariantError: as ``release``; nothing is changed.
         """
         for page, times in Counter(pages).items():
-            if not 0 < page < self.num_pages or self.ref_cnt[page] < times:
-                raise InvariantError(f"page {page} is to be freed {times} times but {self.ref_cnt[page]} tables name it")
+            named = self.ref_cnt[page] if 0 < page < self.num_pages else 0
+            if named < times:
+                raise InvariantError(f"page {page} is to be freed {times} times but {named} tables name it")
         for page in pages:
             self.release(page)
 

@@ -83,6 +83,9 @@ class StepPlanner:
         forks = self._finish_chunks() if self._chunks else []
         if self._events is not None:
             self._tell_step(newcomers)
+        if self._config.sliding_window is not None:
+            for chunk in self._chunks:
+                kv.free_behind_window(chunk.state)
         for state in forks:
             newcomers += self._fork_samples(state)
         if newcomers:
@@ -152,7 +155,6 @@ class StepPlanner:
         if seq.num_inflight_tokens and total >= state.limit:
             return
         kv = self._kv
-        kv.free_behind_window(state)
         end = total
         if total - computed > 1:
             waiting = self.running[index:]
@@ -275,8 +277,6 @@ class StepPlanner:
         mode = self._config.preemption_mode
         live = [state for state in victim.owner.states if state.status is not Status.FINISHED]
         group = [state for state in live if state.status is Status.RUNNING]
-        for state in group:
-            self._kv.free_behind_window(state)
         wants_swap = mode == "swap" or (mode == "auto" and len(live) > 1)
         if wants_swap and self._kv.can_swap_out(group):
             if self._events is not None:
@@ -326,7 +326,6 @@ class StepPlanner:
                 total = len(seq.token_ids)
                 lacks = total - seq.num_computed_tokens
                 if self._budget > 0 and lacks > 0 and not member.hold:
-                    kv.free_behind_window(member)
                     end = seq.num_computed_tokens + self._share(lacks, 0, len(waiting) > 0)
                     end = min(end, kv.tokens_that_fit(member, kv.pool.num_available))
                     if end > seq.num_computed_tokens:

@@ -241,8 +241,9 @@ class Harness:
         return list(self.scheduler.block_table(req.sequences[index].seq_id))
 
 
-def expect_lone(req: Request, limit: int) -> None:
+def expect_lone(req: Request, max_model_len: int = 64) -> None:
     """Every sample of a finished request is what it would have been alone."""
+    limit = min(len(req.prompt_token_ids) + req.max_tokens, max_model_len)
     stop = (frozenset() if req.params.ignore_eos else req.eos_token_ids) | frozenset(req.params.stop_token_ids)
     for seq in req.sequences:
         want = lone_run(req.prompt_token_ids, limit=limit, seed=req.seed, index=seq.index, stop_ids=stop)
