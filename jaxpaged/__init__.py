@@ -1,10 +1,14 @@
 """jaxpaged: PagedAttention inference for the Llama family in JAX and Pallas, on TPU, GPU and CPU."""
 
+from typing import TYPE_CHECKING, Any
+
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, InvariantError, JaxPagedError
-from jaxpaged.llm import LLM
 from jaxpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxpaged.llm import LLM
 
 __all__ = [
     "LLM",
@@ -21,3 +25,12 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``LLM`` loads JAX, which takes seconds; configs, errors and the command line's help do without."""
+    if name == "LLM":
+        from jaxpaged.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
