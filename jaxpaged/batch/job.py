@@ -47,14 +47,16 @@ WINDOW_FACTOR = 64
 class JobEngine(Protocol):
     """What a job needs of an engine."""
 
-    def add_request(self, request_id: str, prompt: Any, params: Any, *, priority: int = 0, cache_salt: str = "") -> None:
-        """Queues a request."""
+    def add_request(
+        self, request_id: str, prompt: Any, params: Any, *, priority: int = 0, cache_salt: str = "", final_only: bool = False
+    ) -> None:
+        """Queues a request; with ``final_only`` it is reported once, when it has finished."""
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the requests that progressed."""
         ...
 
-    def abort_request(self, request_id: str) -> None:
+    def abort_request(self, request_id: str) -> object:
         """Ends a request early."""
 
     def stats(self) -> EngineStats:
@@ -181,7 +183,7 @@ class _Run:
             with self.watch.graceful():
                 for stats in self._steps(engine):
                     trace.add(time.monotonic() - start_s, stats)
-                    progress.update(self.summary.done, stats)
+                    progress.update(self.summary.done + len(self.flow.ready), stats)
         finally:
             progress.close()
         self.summary.interrupted = self.watch.signum if not self.summary.complete else None
@@ -230,7 +232,14 @@ class _Run:
             return
         request_id = f"line-{entry.line}"
         try:
-            engine.add_request(request_id, entry.prompt, entry.params, priority=entry.priority, cache_salt=entry.cache_salt)
+            engine.add_request(
+                request_id,
+                entry.prompt,
+                entry.params,
+                priority=entry.priority,
+                cache_salt=entry.cache_salt,
+                final_only=True,
+            )
         except InvalidRequestError as error:
             self.flow.put_error(BadLine(entry.line, entry.id, "invalid_request", str(error), is_body=True))
         except CapacityError as error:

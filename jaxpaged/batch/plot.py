@@ -86,7 +86,8 @@ def draw_pool(trace: PoolTrace, path: str) -> None:
         times, column("used"), column("cached"), labels=("used", "cached"), colors=("#3b6fb6", "#b8d0ea"), step="post"
     )
     pages.axhline(trace.num_pages, color="#444444", linewidth=1, linestyle="--", label=f"pool: {trace.num_pages} pages")
-    pages.set_ylim(0, max(trace.num_pages, 1) * 1.08)
+    peak = max(sample.used + sample.cached for sample in trace.samples)
+    pages.set_ylim(0, max(1, 1.08 * trace.num_pages if 2 * peak > trace.num_pages else 1.5 * peak))
     pages.set(ylabel="pages", title="Page pool over time")
     slots.fill_between(times, column("wasted_slots"), step="post", color="#d9862b", label="wasted: empty slots\nof used pages")
     slots.set(ylabel="token slots")

@@ -12,7 +12,7 @@ BAR_INTERVAL_S = 0.5
 
 
 class Progress:
-    """Shows records done, tokens per second, running and waiting sequences, and pool use.
+    """Shows requests done, tokens per second, running and waiting sequences, and pool use.
 
     Args:
         total: records of the whole job.
@@ -33,7 +33,7 @@ class Progress:
         """Reports the state after a step.
 
         Args:
-            done: records on disk now.
+            done: requests finished, those waiting for their turn to be written included.
             stats: the engine's.
         """
         if self._bar is not None and done > self._done:

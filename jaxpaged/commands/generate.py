@@ -97,7 +97,13 @@ def _run_file(args: argparse.Namespace) -> int:
     if args.model is not None:
         overrides["model"] = args.model
     job = load_job(args.config, overrides)
-    summary = run_job(job, lambda: _engine(job.engine), resume=args.resume, overwrite=args.overwrite, quiet=args.quiet)
+    summary = run_job(
+        job,
+        lambda: _engine(job.engine, progress=not args.quiet),
+        resume=args.resume,
+        overwrite=args.overwrite,
+        quiet=args.quiet,
+    )
     if not args.quiet:
         print(summary.text())
     return report(summary)
@@ -157,7 +163,7 @@ def stream(engine: Any, out: Any) -> None:
     out.flush()
 
 
-def _engine(config: EngineConfig) -> Any:
+def _engine(config: EngineConfig, *, progress: bool = False) -> Any:
     from jaxpaged.engine.engine import Engine  # loads JAX: only when something is generated
 
-    return Engine(config)
+    return Engine(config, progress=progress and sys.stderr.isatty())

@@ -47,7 +47,7 @@ class FakeEngine:
     def fingerprint(self) -> str:
         return self.weights
 
-    def add_request(self, request_id, prompt, params, *, priority=0, cache_salt=""):
+    def add_request(self, request_id, prompt, params, *, priority=0, cache_salt="", final_only=False):
         tokens = encode(prompt)
         if not tokens:
             raise InvalidRequestError("prompt: got 0 tokens, wants at least 1")
