@@ -1,5 +1,6 @@
 """Drives a headless Chromium over its debugging pipe (Chrome DevTools Protocol); no packages needed."""
 
+import base64
 import contextlib
 import json
 import os
@@ -149,7 +150,5 @@ class Browser:
 
     def screenshot(self, path):
         """The window, as a PNG file."""
-        import base64
-
         data = self.call("Page.captureScreenshot", format="png")["data"]
         path.write_bytes(base64.b64decode(data))
