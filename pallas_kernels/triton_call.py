@@ -107,6 +107,19 @@ def check_pool(spec: PoolSpec) -> None:
         raise KernelUnsupportedError(reason)
 
 
+def check_device(spec: PoolSpec, capability: tuple[int, int] | None) -> None:
+    """Refuses number formats that the Triton backend cannot convert on a GPU of this compute capability.
+
+    Raises:
+        KernelUnsupportedError: float8_e4m3fn before compute capability 8.9.
+    """
+    if capability is not None and spec.dtype == "float8_e4m3fn" and capability < (8, 9):
+        raise KernelUnsupportedError(
+            f"dtype: got a float8_e4m3fn pool on compute capability {capability[0]}.{capability[1]}; conversions of that "
+            'format want 8.9 or newer. Use "int8" (more accurate) or "float8_e5m2"'
+        )
+
+
 # Source: NVIDIA, "CUDA GPUs" (compute capability by product).
 _CAPABILITY = {"A100": (8, 0), "A10": (8, 6), "A40": (8, 6), "L4": (8, 9), "L40": (8, 9), "H100": (9, 0), "H200": (9, 0)}
 _CAPABILITY |= {

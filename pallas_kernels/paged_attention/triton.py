@@ -60,7 +60,7 @@ def paged_attention(
     kind = compat.device_kind()
     if not interpret:
         triton_call.check_pool(spec)
-        triton_tile.check_device(spec, triton_call.compute_capability(kind))
+        triton_call.check_device(spec, triton_call.compute_capability(kind))
     sizes = resolve_tiles(tiles, spec, kind)
     out_dtype = jnp.dtype(q.dtype if out_dtype is None else out_dtype)
     operands = triton_tile.common_operands(pool, plan, layer, options)

@@ -1,5 +1,7 @@
 """GPU decode, second half: merges a row's splits in their order and writes its token's output."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -44,13 +46,17 @@ def combine_splits(
     """
     assert plan.split_indptr is not None
     num_tokens, num_heads, _ = out.shape
-    inputs = {"partial_out": partial[0], "partial_lse": partial[1], "split_indptr": jnp.asarray(plan.split_indptr)}
+    inputs: dict[str, Any] = {
+        "partial_out": partial[0],
+        "partial_lse": partial[1],
+        "split_indptr": jnp.asarray(plan.split_indptr),
+    }
     inputs["query_start_loc"] = operands["query_start_loc"]
     if config.sinks:
         inputs["sinks"] = operands["sinks"]
     aliases = {}
     if isinstance(out, jax.Array):
-        inputs |= {"out_before": out, "lse_before": lse}  # pyright: ignore[reportAssignmentType]
+        inputs |= {"out_before": out, "lse_before": lse}
         aliases = {"out_before": "out", "lse_before": "lse"}
     num_seqs = plan.split_indptr.shape[0] - 1
     result = call(
@@ -78,7 +84,7 @@ def _kernel(config: tile.TileConfig, chunk: int, num_seqs: int, num_tokens: int,
         def write(token, out, lse):
             where = (jnp.full_like(dims, token), jnp.full_like(dims, head), dims)
             compat.masked_store(outs["out"], where, out.astype(outs["out"].dtype), mask=real)
-            outs["lse"][token, head] = lse
+            compat.masked_store(outs["lse"], (jnp.full((1,), token), jnp.full((1,), head)), lse)
 
         row = jnp.minimum(index, num_seqs - 1)
         first, end = ins["split_indptr"][row], ins["split_indptr"][row + 1]
@@ -112,10 +118,10 @@ def _kernel(config: tile.TileConfig, chunk: int, num_seqs: int, num_tokens: int,
             out, lse = tile.settle((jnp.full((1,), peak), jnp.full((1,), total), acc[None, :]))
             if config.sinks:
                 out, lse = tile.with_sinks(out, lse, jnp.full((1,), ins["sinks"][head]))
-            write(ins["query_start_loc"][row], out.reshape(dim), jnp.sum(lse) * LN2)
+            write(ins["query_start_loc"][row], out.reshape(dim), lse * LN2)
 
         @pl.when((index < num_tokens) & (index >= ins["query_start_loc"][num_seqs]))
         def _():
-            write(index, jnp.zeros((dim,), jnp.float32), jnp.float32(tile.NEG_INF))
+            write(index, jnp.zeros((dim,), jnp.float32), jnp.full((1,), tile.NEG_INF, jnp.float32))
 
     return combine_decode_splits

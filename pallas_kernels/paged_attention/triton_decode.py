@@ -44,7 +44,7 @@ def decode_splits(
     head_tiles = -(-config.group // rows)
     scratch = call(
         _kernel(config, rows, head_tiles, num_heads),
-        {"q": q, "items": plan.decode_items, **operands},
+        {"q": q, "items": jnp.asarray(plan.decode_items), **operands},
         {
             "out": jax.ShapeDtypeStruct((items, num_heads, spec.head_dim), jnp.float32),
             "lse": jax.ShapeDtypeStruct((items, num_heads), jnp.float32),

@@ -21,7 +21,7 @@ def ragged_tiles(
     out_dtype,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of every query tile. K and V come from the pool alone, so cached prefixes, chunks and whole prompts are one case.
+    """Attention of every query tile. K and V come from the pool alone: prefixes, chunks and whole prompts are one case.
 
     A tile's rows are its query tokens times the query heads of one KV head, so that a KV tile is read once for all of them.
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import compat
-from pallas_kernels.errors import KernelUnsupportedError
 from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.plan import AttentionPlan
 from pallas_kernels.pool import QUANT_DTYPES, KVPool, PoolSpec
@@ -73,19 +72,6 @@ def tile_config(q: jax.Array, spec: PoolSpec, options: AttentionOptions, tokens:
     )
 
 
-def check_device(spec: PoolSpec, capability: tuple[int, int] | None) -> None:
-    """Refuses number formats that the Triton backend cannot convert on a GPU of this compute capability.
-
-    Raises:
-        KernelUnsupportedError: float8_e4m3fn before compute capability 8.9.
-    """
-    if capability is not None and spec.dtype == "float8_e4m3fn" and capability < (8, 9):
-        raise KernelUnsupportedError(
-            f"dtype: got a float8_e4m3fn pool on compute capability {capability[0]}.{capability[1]}; conversions of that "
-            'format want 8.9 or newer. Use "int8" (more accurate) or "float8_e5m2"'
-        )
-
-
 def common_operands(pool: KVPool, plan: AttentionPlan, layer, options: AttentionOptions) -> dict[str, jax.Array]:
     """Operands that both kernels read: the pool, the page lists, and the traced scalars and per-head vectors in use."""
     operands = {
@@ -126,7 +112,7 @@ def dot(a: jax.Array, b: jax.Array, dims) -> jax.Array:
 
 
 def token_places(ins, config: TileConfig, indptr, layer, tokens, live):
-    """Absolute page ``[tile]`` and offset in it ``[tile]`` of kv tokens; ids are read only where ``live`` (None: everywhere)."""
+    """Absolute page ``[tile]`` and offset in it ``[tile]`` of kv tokens; ids are read where ``live`` (None: everywhere)."""
     size = jnp.int32(config.spec.page_size)
     page = compat.masked_load(
         ins["page_ids"], (indptr + lax.div(tokens, jnp.full_like(tokens, size)),), mask=live, other=None if live is None else 0

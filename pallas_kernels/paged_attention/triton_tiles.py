@@ -7,7 +7,7 @@ import pathlib
 import re
 
 from pallas_kernels.pool import PoolSpec
-from pallas_kernels.triton_call import next_power_of_2
+from pallas_kernels.triton_call import compute_capability, next_power_of_2
 
 TUNING_DIR = pathlib.Path(__file__).parent / "tuning"
 
@@ -33,9 +33,9 @@ class TritonTiles:
     decode_warps: int = 4
     decode_stages: int = 3
     combine_splits: int = 8
-    ragged_rows: int = 64
+    ragged_rows: int = 128
     ragged_tokens: int = 64
-    ragged_warps: int = 4
+    ragged_warps: int = 8
     ragged_stages: int = 3
 
     def __post_init__(self) -> None:
@@ -47,17 +47,28 @@ class TritonTiles:
                 raise ValueError(f"{field.name}: got {value}, wants a power of two")
 
 
-def default_tiles(spec: PoolSpec) -> TritonTiles:
-    """Settings that fit shared memory and registers of every GPU since A100 for a pool of this format.
+def default_tiles(spec: PoolSpec, capability: tuple[int, int] | None = None) -> TritonTiles:
+    """Settings that compile without register spills for a pool of this format.
 
-    A tile's K and V take ``2 * tokens * H * itemsize`` bytes of shared memory in each stage; with three stages and 164 KB
-    that leaves 64 tokens of 256 bytes, so wider rows get fewer tokens. float32 runs without tensor cores, in smaller tiles.
+    A tile's K and V take ``2 * tokens * H * itemsize`` bytes of shared memory in each of its stages, and as much again in
+    registers while they are multiplied; so wider rows get fewer tokens. float32 has no tensor cores at full precision and
+    runs in small tiles. Before compute capability 9.0 a prefill tile's scores take more registers, so tiles are halved.
+
+    Args:
+        spec: the pool's format.
+        capability: compute capability of the GPU; None for 9.0 and later.
     """
-    row_bytes = next_power_of_2(spec.head_dim) * spec.itemsize
-    tokens = max(16, min(64, 64 * 256 // row_bytes))
+    dim = next_power_of_2(spec.head_dim)
     if spec.itemsize == 4:
-        return TritonTiles(decode_tokens=min(tokens, 32), ragged_rows=64, ragged_tokens=min(tokens, 32), ragged_stages=2)
-    return TritonTiles(decode_tokens=tokens, ragged_tokens=tokens)
+        tokens = 32 if dim <= 128 else 16
+        return TritonTiles(decode_tokens=tokens, ragged_rows=64 if dim <= 128 else 32, ragged_tokens=16, ragged_stages=2)
+    tokens = 64 if dim <= 128 else 32 if dim <= 256 else 16
+    decode_warps = 4 if spec.itemsize == 2 else 8
+    if capability is not None and capability < (9, 0):
+        return TritonTiles(
+            decode_tokens=tokens, decode_warps=decode_warps, ragged_rows=64, ragged_tokens=min(tokens, 32), ragged_warps=8
+        )
+    return TritonTiles(decode_tokens=tokens, decode_warps=decode_warps, ragged_tokens=tokens)
 
 
 def tuning_key(spec: PoolSpec) -> str:
@@ -96,4 +107,4 @@ def tiles_for(spec: PoolSpec, device_kind: str) -> TritonTiles:
         device_kind: as JAX names the device.
     """
     table = load_table(TUNING_DIR / f"{device_slug(device_kind)}.json")
-    return dataclasses.replace(default_tiles(spec), **table.get(tuning_key(spec), {}))
+    return dataclasses.replace(default_tiles(spec, compute_capability(device_kind)), **table.get(tuning_key(spec), {}))
