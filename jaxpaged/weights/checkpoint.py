@@ -71,7 +71,8 @@ class Checkpoint:
         """
         wanted = float_dtype(dtype)
         for path, shape in model_params(self.config).items():
-            array = self.source.read(path, shape, wanted, owned=owned)
+            with np.errstate(over="ignore"):  # float16 is checked below
+                array = self.source.read(path, shape, wanted, owned=owned)
             if wanted == np.float16 and np.isinf(array).any():
                 raise CheckpointError(f"{self.path}: {path} has values beyond float16's range; use bfloat16 or float32")
             yield path, array
@@ -148,7 +149,10 @@ def open_checkpoint(model: str | Path, *, tokenizer: str | None = None, revision
         if path.suffix == ".gguf" or not hub.is_hub_id(str(model)):
             raise CheckpointError(f"model {str(model)!r}: no such file or directory, and it is not a hub id (owner/name)")
         path = hub.fetch(str(model), revision)
-    checkpoint = _open_gguf(path) if path.is_file() else _open_directory(path)
+    try:
+        checkpoint = _open_gguf(path) if path.is_file() else _open_directory(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if tokenizer is None:
         return checkpoint
     other = Path(tokenizer).expanduser()

@@ -16,7 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.weights.names import Part
+from jaxpaged.weights.names import Part, map_file
 
 CHUNK_ELEMENTS = 1 << 19
 """Weights dequantised at a time: the intermediate float32 values stay within the processor's cache."""
@@ -60,7 +60,7 @@ class GgufFile:
             out: writable array of ``part.shape``.
         """
         info = self.tensors[part.name]
-        rows = np.asarray(np.memmap(info.file, np.uint8, "r", info.offset_bytes, (info.size_bytes,)))
+        rows = np.asarray(map_file(info.file, np.dtype(np.uint8), info.offset_bytes, (info.size_bytes,)))
         rows = rows.reshape(info.shape[0] if len(info.shape) > 1 else 1, -1)
         heads = part.interleaved_heads
         if len(info.shape) == 1 and heads:
@@ -90,7 +90,7 @@ class GgufFile:
         info = self.tensors[part.name]
         if part.interleaved_heads or _PLAIN.get(info.kind) != dtype:
             return None
-        return np.memmap(info.file, dtype, "r", info.offset_bytes, info.shape)
+        return map_file(info.file, dtype, info.offset_bytes, info.shape)
 
 
 def read_gguf(path: Path) -> GgufFile:

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.weights.names import Part
+from jaxpaged.weights.names import Part, map_file
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -72,7 +72,7 @@ class SafetensorsFiles:
             )
         if 0 in info.shape:
             return np.empty(info.shape, _DTYPES[info.dtype])
-        return np.memmap(info.file, _DTYPES[info.dtype], "r", info.offset_bytes, info.shape)
+        return map_file(info.file, _DTYPES[info.dtype], info.offset_bytes, info.shape)
 
 
 def open_safetensors(directory: Path) -> SafetensorsFiles:
