@@ -13,6 +13,7 @@ from pallas_kernels.paged_attention.tiles import Tiles
 from pallas_kernels.plan import DROPPED_SLOT, AttentionPlan, PlanShape, plan
 from pallas_kernels.plan_decode import plan_decode
 from pallas_kernels.pool import KVPool, PoolSpec, alloc, from_kv_pages, from_storage, to_storage
+from pallas_kernels.supports import supports
 
 __all__ = [
     "DROPPED_SLOT",
@@ -37,6 +38,7 @@ __all__ = [
     "plan_decode",
     "reference",
     "scatter_pages",
+    "supports",
     "to_storage",
     "write_kv",
 ]
