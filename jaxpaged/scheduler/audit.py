@@ -47,7 +47,7 @@ def measure(kv: KVManager, states: list[SeqState]) -> Usage:
             page = state.table[-1]
             empty[page] = min(unused, empty.get(page, page_size))
     pool = kv.pool
-    shared = sum(1 for count in pool.ref_cnt if count > 1) if entries > pool.num_used else 0
+    shared = pool.num_used - pool.ref_cnt.count(1) if entries > pool.num_used else 0
     cached = pool.num_cached
     return Usage(logical, pool.num_used, shared, cached, pool.usable - pool.num_used - cached, sum(empty.values()))
 
