@@ -159,9 +159,9 @@ def test_a_page_tells_its_owners_and_history(page, tmp_path):
     browser.eval(SLIDE % frame)
     x, y, width, _ = browser.box("#map")
     # the cells have one size: find it from the canvas as the page lays it out
-    cell = next(c for c in range(34, 3, -1) if -(-39 // max(1, int(width // c))) * c <= 340)
-    columns = min(39, int(width // cell))
-    browser.mouse("mouseMoved", x + (busy - 1) % columns * cell + cell / 2, y + (busy - 1) // columns * cell + cell / 2)
+    cell = next(c for c in range(42, 3, -1) if -(-39 // max(1, int((width - 4) // c))) * c <= 340)
+    columns = min(39, int((width - 4) // cell))
+    browser.mouse("mouseMoved", x + 2 + (busy - 1) % columns * cell + cell / 2, y + 2 + (busy - 1) // columns * cell + cell / 2)
     assert browser.text("#inspect-title") == f"Page {busy}"
     owners = browser.eval("[...document.querySelectorAll('.owners li button')].map((b) => b.textContent)")
     found = sorted(int(re.search(r" · (\d+)$", owner)[1]) for owner in owners)

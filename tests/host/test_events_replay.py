@@ -1,11 +1,14 @@
 """The checker: it rebuilds what was logged, and finds every broken rule at its line."""
 
 import json
+import pathlib
+import re
 
 import pytest
 
 from jaxpaged.events import LogViolation, check_main, replay
 from jaxpaged.events.stats import sparkline
+from jaxpaged.scheduler.events import KINDS
 from tests.host.events_sim import Sim
 
 HEADER = {"kind": "header", "schema": 1, "page_size": 4, "num_pages": 9, "num_host_pages": 2}
@@ -354,3 +357,15 @@ def test_the_summary_names_its_numbers(tmp_path, capsys):
 def test_a_sparkline_keeps_its_peaks():
     assert sparkline([0, 0, 7, 0], width=2) == "▁█"
     assert sparkline([0]) == "▁"
+
+
+def test_the_documents_list_every_rule_and_kind():
+    root = pathlib.Path(__file__).parents[2]
+    text = (root / "docs" / "events.md").read_text()
+    listed = set(re.findall(r"^\| `([a-z-]+)` \|", text, re.M))
+    code = "".join((root / "jaxpaged" / "events" / name).read_text() for name in ("reader.py", "pool.py", "replay.py"))
+    raised = set(re.findall(r'(?:fail\(|LogViolation\((?:1|line|held\[0\]), )\s*"([a-z-]+)"', code))
+    raised |= {"write-gap", "rewrite", "finished"}  # chosen by an expression
+    assert listed == raised
+    assert raised - {"json", "header", "limits"} <= {rule for _, rule, _ in BROKEN.values()} | {"write"}
+    assert all(f"`{kind}`" in text for kind in KINDS)

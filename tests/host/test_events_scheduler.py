@@ -108,7 +108,7 @@ def drive(path, mode, seed, operations, each=lambda follower: follower.compare()
     return follower
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("mode", MODES)
 def test_a_random_run_replays_exactly(tmp_path, mode, seed):
     """R27: rebuilt tables, host tables, counts, pins and lengths equal the scheduler's after every operation."""
@@ -129,7 +129,7 @@ def test_a_long_random_run_replays_exactly(tmp_path, mode):
 def test_the_scheduler_tells_every_kind(tmp_path):
     seen = set()
     for mode in MODES:
-        for seed in range(3):
+        for seed in range(2):
             drive(tmp_path / f"{mode}{seed}", mode, seed, 150, each=lambda follower: None)
             seen |= {event["kind"] for _, event in read_events(tmp_path / f"{mode}{seed}")}
     assert seen == KINDS | {"header"}

@@ -18,7 +18,7 @@ def findable(pool, page):
 
 
 def test_forty_tokens_take_three_pages_in_free_order():
-    """R2: 40 tokens, pages of 16, free list [41, 7, 19, 2, 33]: table [41, 7, 19], 8 slots unused where 2,048 reserved waste 2,008."""
+    """R2: 40 tokens, pages of 16, free list [41, 7, 19, 2, 33]: table [41, 7, 19], 8 slots unused; 2,048 reserved: 2,008."""
     pool = PagePool(50, free_order=[41, 7, 19, 2, 33])
     table = [pool.allocate() for _ in range(-(-40 // 16))]
     assert table == [41, 7, 19]

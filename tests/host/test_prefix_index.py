@@ -37,7 +37,10 @@ def test_the_key_is_the_documented_bytes():
 
 def test_keys_do_not_depend_on_the_process():
     """B01: two processes with different hash seeds compute the same keys."""
-    code = "from jaxpaged.scheduler.prefix_index import *;k=page_key(ROOT_KEY,range(1,5),b'');print(k.hex(),page_key(k,range(5,9),b'').hex())"
+    code = (
+        "from jaxpaged.scheduler.prefix_index import ROOT_KEY, page_key; first = page_key(ROOT_KEY, range(1, 5), b'');"
+        "print(first.hex(), page_key(first, range(5, 9), b'').hex())"
+    )
     outs = {
         subprocess.run(
             [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True
@@ -85,7 +88,7 @@ def test_an_entry_is_verified():
 
 @pytest.mark.parametrize("length, hit", [(1, 0), (4, 0), (5, 4), (7, 4), (8, 4), (12, 8)])
 def test_one_token_at_least_is_computed(length, hit):
-    """B02: a prompt sent three times, alone and beside two uncached ones: at most len - 1 tokens are found, whole pages only."""
+    """B02: a prompt sent three times, alone and beside two uncached ones: len - 1 tokens at most are found, in whole pages."""
     for others in (0, 2):
         harness = Harness(num_pages=40)
         prompt = list(range(1, length + 1))
@@ -101,7 +104,7 @@ def test_one_token_at_least_is_computed(length, hit):
 def test_equal_prompts_in_one_step_do_not_hit_each_other():
     """B04: a page is found only after the step that writes it was dispatched: four copies at once are each right, and a
     fifth, sent while the first still decodes, finds two pages."""
-    prompt = list(range(1, 12)) + [1]
+    prompt = [*range(1, 12), 1]
     for pipelined in (False, True):
         harness = Harness(num_pages=60, max_num_batched_tokens=8, pipelined=pipelined)
         params = SamplingParams(max_tokens=20)

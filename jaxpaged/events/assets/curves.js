@@ -47,11 +47,10 @@ class Curves {
       if (i % 2 === 0) plot.fillText(String(Math.round((this.top * i) / 4)), this.left - 8, y);
     }
     plot.textAlign = "center";
-    const ticks = Math.max(1, Math.min(8, Math.floor(width / 110), log.numSteps));
-    for (let i = 0; i <= ticks && log.numSteps; i++) {
-      const frame = Math.round(((log.numSteps - 1) * i) / ticks);
-      plot.fillText(log.stepName(frame), this.x(frame), this.bottom + 24);
-    }
+    // step numbers at round distances, about one per 110 pixels
+    const wanted = Math.max(1, log.numSteps / Math.max(1, width / 110)), power = 10 ** Math.floor(Math.log10(wanted));
+    const every = Math.max(1, power * [1, 2, 5, 10].find((factor) => factor * power >= wanted));
+    for (let frame = 0; frame < log.numSteps; frame += every) plot.fillText(log.stepName(frame), this.x(frame), this.bottom + 24);
     for (const [name, colour, dash] of CURVES) this.curve(plot, log.series[name], css(`--${colour}`), dash, name === "used");
     // preemptions, as ticks under the axis
     plot.fillStyle = colours.wasted;

@@ -129,17 +129,17 @@ class View {
 
 function drawHost(grid, pool, log, states, mine) {
   const { context } = grid, size = grid.cell - grid.gap;
-  context.clearRect(0, 0, grid.width, grid.height + 1);
+  context.clearRect(0, 0, grid.width, grid.height);
   for (let page = 0; page < log.numHost; page++) {
     const state = pool.hostRef[page] ? 2 : pool.hostKept[page] ? 1 : 0, [x, y] = grid.box(page);
-    context.globalAlpha = mine && !mine.has(page) ? 0.25 : 1;
+    context.globalAlpha = mine && !mine.has(page) ? 0.4 : 1;
     context.fillStyle = states.pale[state];
     roundBox(context, x, y, size, grid.cell >= 12 ? Math.min(4, size / 4) : 0);
     context.fill();
     if (!state) continue;
     const high = Math.round(size * (log.hasWrites ? pool.hostFill[page] / log.pageSize : 1));
     context.fillStyle = states.full[state];
-    context.globalAlpha *= state === 1 ? 0.55 : 1;
+    context.globalAlpha *= state === 1 ? 0.45 : 1;
     context.save();
     roundBox(context, x, y, size, grid.cell >= 12 ? Math.min(4, size / 4) : 0);
     context.clip();
@@ -169,6 +169,7 @@ function legends() {
     swatch("s5", "5+ owners"), swatch("new", "new in this step"),
     el("span", { class: "key dim", text: "full tone: slots with a token · pale: wasted · arrow: copy-on-write" }),
   );
+  $("host-legend").replaceChildren(swatch("host-swapped", "swapped out: comes back"), swatch("host-kept", "offloaded: cached, may be dropped"));
   $("curve-legend").replaceChildren(
     swatch("line used", "used"), swatch("line shared-line", "shared"), swatch("line cached-line", "cached"), swatch("line wasted-line", "wasted, in pages"),
     swatch("mark", "preemption"),

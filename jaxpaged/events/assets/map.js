@@ -26,6 +26,8 @@ function fitCanvas(canvas, width, height) {
   return context;
 }
 
+const EDGE = 2; // room around the cells for rings
+
 class Grid {
   constructor(canvas, first, count) {
     this.canvas = canvas;
@@ -35,26 +37,28 @@ class Grid {
 
   // The largest cell with which all pages fit into the width and at most `tallest` pixels.
   layout(tallest, cell) {
-    const width = this.canvas.parentElement.clientWidth;
+    const width = this.canvas.parentElement.clientWidth - 2 * EDGE;
     if (!cell) {
-      for (cell = 34; cell > 3; cell--) if (Math.ceil(this.count / Math.max(1, Math.floor(width / cell))) * cell <= tallest) break;
+      for (cell = 42; cell > 3; cell--) if (Math.ceil(this.count / Math.max(1, Math.floor(width / cell))) * cell <= tallest) break;
     }
     this.cell = cell;
     this.gap = cell >= 20 ? 3 : cell >= 8 ? 2 : cell >= 5 ? 1 : 0;
     this.columns = Math.max(1, Math.min(this.count, Math.floor(width / cell)));
     this.height = Math.ceil(this.count / this.columns) * cell;
-    this.context = fitCanvas(this.canvas, width, Math.max(this.height, 1));
-    this.width = width;
+    this.width = width + 2 * EDGE;
+    this.height += 2 * EDGE;
+    this.context = fitCanvas(this.canvas, this.width, this.height);
   }
 
   box(id) {
     const at = id - this.first;
-    return [(at % this.columns) * this.cell, Math.floor(at / this.columns) * this.cell, this.cell - this.gap];
+    return [EDGE + (at % this.columns) * this.cell, EDGE + Math.floor(at / this.columns) * this.cell, this.cell - this.gap];
   }
 
   at(event) {
     const box = this.canvas.getBoundingClientRect();
-    const column = Math.floor((event.clientX - box.left) / this.cell), row = Math.floor((event.clientY - box.top) / this.cell);
+    const column = Math.floor((event.clientX - box.left - EDGE) / this.cell);
+    const row = Math.floor((event.clientY - box.top - EDGE) / this.cell);
     if (column < 0 || row < 0 || column >= this.columns) return -1;
     const at = row * this.columns + column;
     return at < this.count ? at + this.first : -1;
@@ -87,13 +91,13 @@ function roundBox(context, x, y, size, radius) {
 // Draws one grid: `states[i]`, `fills[i]` in [0, 1] and whether cell i is dimmed.
 function drawCells(grid, colours, stateAt, fillAt, dimmed, labelAt) {
   const { context, count, first, cell, gap } = grid, { pale, full } = palette(colours);
-  context.clearRect(0, 0, grid.width, grid.height + 1);
-  const size = cell - gap, radius = cell >= 12 ? Math.min(4, size / 4) : 0, detailed = cell >= 8;
+  context.clearRect(0, 0, grid.width, grid.height);
+  const size = cell - gap, radius = cell >= 12 ? Math.min(5, size / 4) : 0, detailed = cell >= 8;
   const buckets = pale.map(() => []);
   for (let at = 0; at < count; at++) buckets[stateAt(first + at)].push(first + at);
   for (let state = 0; state < buckets.length; state++) {
     for (const dim of [false, true]) {
-      context.globalAlpha = dim ? 0.22 : 1;
+      context.globalAlpha = dim ? 0.3 : 1;
       for (const layer of [0, 1]) {
         if (layer && (!detailed || state === 0)) continue;
         context.fillStyle = layer || (!detailed && state) ? full[state] : pale[state];
@@ -126,7 +130,7 @@ function drawCells(grid, colours, stateAt, fillAt, dimmed, labelAt) {
       const id = first + at, label = labelAt(id);
       if (!label) continue;
       const [x, y] = grid.box(id);
-      context.globalAlpha = dimmed(id) ? 0.25 : 1;
+      context.globalAlpha = dimmed(id) ? 0.45 : 1;
       context.fillStyle = label[1];
       context.fillText(label[0], x + size / 2, y + size / 2 + 0.5);
     }

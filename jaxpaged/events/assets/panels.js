@@ -96,7 +96,7 @@ function showEvents(view) {
     sums[kind] = (sums[kind] || 0) + 1;
     if (NOTABLE.includes(kind) && found.length < 400) found.push([NOTABLE.indexOf(kind), i]);
   }
-  $("happened-title").textContent = frame < log.numSteps ? "In this step" : "After the last step";
+  $("happened-title").textContent = frame < log.numSteps ? "Since the step before" : "After the last step";
   const parts = Object.entries(sums).map(([kind, count]) => `${count} ${SUM_WORDS[kind]}`);
   if (tokens) parts.push(`${plural(tokens, "token")} written`);
   $("happened-sum").textContent = parts.join(" · ") || "No event.";
