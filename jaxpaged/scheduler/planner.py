@@ -305,15 +305,16 @@ class StepPlanner:
         """Admits from the head of the queue while seats, pages and budget last. Returns the admitted, each with its row."""
         kv, waiting, newcomers = self._kv, self._waiting, []
         while self._budget > 0 and (state := waiting.head()) is not None:
+            owner = state.owner
             group = [state]
-            if state.status is Status.SWAPPED:
-                group = [member for member in state.owner.states if member.status is Status.SWAPPED]
+            if len(owner.states) > 1:
+                group = [member for member in owner.states if member.status is Status.SWAPPED] or group
             if any(member.seq.num_inflight_tokens for member in group):
                 break
             seats = sum(member.seats for member in group)
             if self.seats_used + seats > self._config.max_num_seqs:
                 break
-            if state.status is Status.SWAPPED:
+            if group[0].status is Status.SWAPPED:
                 if kv.swap_in_need(group) + self._promised > kv.pool.num_available:
                     break
                 self._enter_running(group)
@@ -335,17 +336,31 @@ class StepPlanner:
     def _admit_fresh(self, state: SeqState) -> bool:
         """Admits a sequence without pages if its known tokens and the next one fit now. Counts hits anew each time."""
         kv, pool, seq = self._kv, self._kv.pool, state.seq
+        window, page_size = self._config.sliding_window, self._config.page_size
+        donor, shared = None, 0
+        if window is None and len(state.owner.states) > 1:
+            running = [member for member in state.owner.states if member.status is Status.RUNNING]
+            full = seq.num_prompt_tokens // page_size
+            donor = next((member for member in running if member.seq.num_computed_tokens >= full * page_size), None)
+            if running and donor is None:
+                return False  # a sibling computes the common prompt
+            shared = min(full, (len(seq.token_ids) - 1) // page_size)
         found = kv.cache.find(state)
-        window = self._config.sliding_window
-        page_size = self._config.page_size
+        if donor is not None and donor.table[:shared] != [entry.page for entry, on_device in found[:shared] if on_device]:
+            found = []
+        else:
+            donor = None
         behind = 0 if window is None else max(0, (len(found) * page_size - window + 1) // page_size)
         kept = [entry.page for entry, on_device in found[behind:] if on_device]
         revived = sum(1 for page in kept if not pool.ref_cnt[page] and page not in pool.pins)
-        need = kv.peak_pages(min(len(seq.token_ids) + 1, state.limit - 1)) - len(kept)
+        need = kv.peak_pages(min(len(seq.token_ids) + 1, state.limit - 1)) - (shared if donor is not None else len(kept))
         if need + self._promised > pool.num_available - revived:
             return False
         self._enter_running([state], cached=len(found) * page_size)
-        kv.adopt(state, found)
+        if donor is not None:
+            kv.fork(donor, state, shared * page_size, "fork")
+        else:
+            kv.adopt(state, found)
         if not state.admitted:
             state.admitted = True
             seq.num_cached_tokens = len(found) * page_size

@@ -210,6 +210,8 @@ class ResultApplier:
             seq.token_ids.append(survivor.token_id)
             seq.logprobs.append((survivor.logprob, ()))
             seq.cumulative_logprob = survivor.sum_logprobs
+            if state.hold and state.status is Status.WAITING:
+                self._waiting.requeue(state)
             state.candidates, state.hold = None, False
             self.num_generated_tokens += 1
             if state.status is Status.RUNNING and min(len(seq.token_ids), seq.num_computed_tokens) >= state.index_at:

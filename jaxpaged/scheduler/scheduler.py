@@ -52,8 +52,8 @@ class Scheduler:
     def validate(self, request: Request) -> None:
         """Says whether the request can ever be served.
 
-        A request never runs in waves: all its samples or beams must fit in one step and, at full length and with nothing
-        shared, in the pool.
+        A request never runs in waves: all its samples or beams must fit in one step and, at full length, in the pool. (With a
+        sliding window a sequence never holds more pages than the window spans.)
 
         Raises:
             InvalidRequestError: the prompt is empty or leaves no room for a token under ``max_model_len``, or there are more
@@ -81,19 +81,27 @@ class Scheduler:
         self._check_capacity(request, width)
 
     def _check_capacity(self, request: Request, width: int) -> None:
-        limit = self._limit(request)
-        need = width * self._kv.peak_pages(limit - 1)
+        need, limit = self._worst_pages(request, width), self._limit(request)
         usable = self._config.num_pages - 1
         pinned = self._pins.num_pages
-        if (
-            need + pinned > usable
-            and need + pinned - self._pins.shared_with(request.prompt_token_ids, request.cache_salt) > usable
-        ):
+        if need + pinned <= usable:
+            return
+        if need + pinned - self._pins.shared_with(request.prompt_token_ids, request.cache_salt) > usable:
+            sharing = " sharing the prompt's full pages" if width > 1 else ""
             held = f", {pinned} of them pinned" if pinned else ""
             raise CapacityError(
-                f"request {request.request_id!r} may need {need} pages ({width} x {limit - 1} tokens in pages of "
-                f"{self._config.page_size}) but the pool has {usable}{held}; lower max_tokens or n, or give the pool more pages"
+                f"request {request.request_id!r} may need {need} pages of {self._config.page_size} tokens "
+                f"({width} x {limit - 1} tokens{sharing}) but the pool has {usable}{held}; "
+                "lower max_tokens or n, or give the pool more pages"
             )
+
+    def _worst_pages(self, request: Request, width: int) -> int:
+        """Most pages the request ever holds. All its sequences name the same pages for the full pages of the prompt."""
+        each = self._kv.peak_pages(self._limit(request) - 1)
+        shared = 0
+        if width > 1 and self._config.sliding_window is None:
+            shared = len(request.prompt_token_ids) // self._config.page_size
+        return shared + width * (each - shared)
 
     def _limit(self, request: Request) -> int:
         return min(len(request.prompt_token_ids) + request.max_tokens, self._config.max_model_len)
@@ -130,7 +138,7 @@ class Scheduler:
             limit=self._limit(request),
             stop_ids=stop_ids,
             extras=extra_keys(cache_salt=request.cache_salt, kv_dtype=self._config.kv_dtype),
-            worst_pages=width * self._kv.peak_pages(self._limit(request) - 1),
+            worst_pages=self._worst_pages(request, width),
             beam=beam,
         )
         self._num_added += 1
@@ -336,8 +344,9 @@ class Scheduler:
             raise InvariantError(f"seats used: counted {self._planner.seats_used}, are {sum(s.seats for s in running)}")
         if self._planner.seats_used > self._config.max_num_seqs:
             raise InvariantError(f"{self._planner.seats_used} seats used of {self._config.max_num_seqs}")
-        queued = {state.seq.seq_id for state in states if state.status in (Status.WAITING, Status.SWAPPED)}
-        if queued != self._waiting.queued() or len(queued) != len(self._waiting):
+        queued = [state for state in states if state.status in (Status.WAITING, Status.SWAPPED)]
+        ready = {state.seq.seq_id for state in queued if not (state.hold and state.status is Status.WAITING)}
+        if self._waiting.queued() != ready or len(queued) != len(self._waiting):
             raise InvariantError("the queue is not the queued sequences")
         if {id(state.owner) for state in states} != {id(owner) for owner in self._requests.values()}:
             raise InvariantError("live sequences and live requests differ")

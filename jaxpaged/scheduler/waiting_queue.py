@@ -4,11 +4,9 @@ import heapq
 
 from jaxpaged.scheduler.sequence_state import SeqState, Status
 
-_QUEUED = (Status.WAITING, Status.SWAPPED)
-
 
 class WaitingQueue:
-    """A heap by rank. Sequences that ended while queued are dropped when they come up."""
+    """A heap by rank. Sequences that ended while queued, or wait for a decision of the host, are dropped when they come up."""
 
     __slots__ = ("_heap", "_pushes", "num_swapped", "num_waiting")
 
@@ -22,6 +20,10 @@ class WaitingQueue:
         """Queues a sequence as WAITING (no pages) or SWAPPED (pages on the host)."""
         state.status = status
         self._count(status, 1)
+        self.requeue(state)
+
+    def requeue(self, state: SeqState) -> None:
+        """Puts a queued sequence that waited for a decision of the host back in line."""
         self._pushes += 1
         heapq.heappush(self._heap, (state.rank, self._pushes, state))
 
@@ -41,7 +43,7 @@ class WaitingQueue:
         heap = self._heap
         while heap:
             state = heap[0][2]
-            if state.status in _QUEUED:
+            if _is_ready(state):
                 return state
             heapq.heappop(heap)
         return None
@@ -51,4 +53,9 @@ class WaitingQueue:
 
     def queued(self) -> set[int]:
         """Ids of the sequences a future ``head`` will return."""
-        return {state.seq.seq_id for _, _, state in self._heap if state.status in _QUEUED}
+        return {state.seq.seq_id for _, _, state in self._heap if _is_ready(state)}
+
+
+def _is_ready(state: SeqState) -> bool:
+    """Whether the sequence is queued and could use pages: one without pages that waits for the host could not."""
+    return state.status is Status.SWAPPED or (state.status is Status.WAITING and not state.hold)
