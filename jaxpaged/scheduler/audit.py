@@ -37,17 +37,16 @@ def measure(kv: KVManager, states: list[SeqState]) -> Usage:
     """
     page_size = kv.page_size
     empty: dict[int, int] = {}
-    logical = entries = 0
+    logical = 0
     for state in states:
         size = len(state.table)
-        entries += size - state.num_behind
         logical += size - state.num_behind
         unused = size * page_size - state.seq.num_computed_tokens
         if unused > 0:
             page = state.table[-1]
             empty[page] = min(unused, empty.get(page, page_size))
     pool = kv.pool
-    shared = pool.num_used - pool.ref_cnt.count(1) if entries > pool.num_used else 0
+    shared = pool.num_used - pool.ref_cnt.count(1) if logical > pool.num_used else 0
     cached = pool.num_cached
     return Usage(logical, pool.num_used, shared, cached, pool.usable - pool.num_used - cached, sum(empty.values()))
 

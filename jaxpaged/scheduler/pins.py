@@ -37,8 +37,11 @@ class PinnedPrefixes:
         return keys
 
     def shared_with(self, token_ids: tuple[int, ...], cache_salt: str) -> int:
-        """Computed pinned pages a prompt is sure to find, so that it needs no own ones for them."""
-        if not self._kv.cache.pinned_keys:
+        """Computed pinned pages a prompt is sure to find, so that it needs no own ones for them.
+
+        None under a sliding window: what a request needs there does not count its whole prompt.
+        """
+        if not self._kv.cache.pinned_keys or self._config.sliding_window is not None:
             return 0
         count = 0
         for key in self.keys(token_ids, cache_salt, (len(token_ids) - 1) // self._config.page_size):

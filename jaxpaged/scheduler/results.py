@@ -27,7 +27,7 @@ class ResultApplier:
     Attributes:
         requests: live requests by id.
         states: live sequences by sequence id.
-        num_generated_tokens: total since start.
+        num_generated_tokens: total since start; of a beam search, the tokens of its answer.
     """
 
     def __init__(
@@ -213,7 +213,6 @@ class ResultApplier:
             if state.hold and state.status is Status.WAITING:
                 self._waiting.requeue(state)
             state.candidates, state.hold = None, False
-            self.num_generated_tokens += 1
             if state.status is Status.RUNNING and min(len(seq.token_ids), seq.num_computed_tokens) >= state.index_at:
                 self._kv.cache.make_findable(state)
 
@@ -250,6 +249,7 @@ class ResultApplier:
             seq.logprobs = [(logprob, ()) for logprob in found.logprobs]
             seq.cumulative_logprob = found.sum_logprobs
             seq.finish_reason = found.finish_reason
+            self.num_generated_tokens += len(found.token_ids)
             request.sequences.append(seq)
 
 

@@ -94,6 +94,7 @@ class FakeDevice:
         self.rows: dict[int, _Row] = {}
         self.last: dict[int, int] = {}
         self.broken: set[str] = set()
+        self.sampled: set[int] = set()
         self.num_written = 0
 
     def execute(self, output: SchedulerOutput, sequences: dict[int, object], forced=None) -> StepResult:
@@ -121,6 +122,8 @@ class FakeDevice:
             self._write(row, sequences[row.seq_id], written)
         for row in output.scheduled:
             self._read(row)
+        if output.scheduled:
+            self.sampled = {seq_id for seq_id, _ in output.samples}
         return self._sample(output, sequences, forced or {})
 
     def _write(self, row, seq, written) -> None:
@@ -128,6 +131,7 @@ class FakeDevice:
         start, end, size = row.num_computed_tokens, row.num_computed_tokens + row.num_tokens, self.cfg.page_size
         if row.from_device:
             assert row.num_tokens == 1 and len(seq.token_ids) == start
+            assert row.seq_id in self.sampled, "the token was not sampled by the step before"
             tokens = [*seq.token_ids, self.last[row.seq_id]]
         else:
             assert end <= len(seq.token_ids), "a query token the host does not know"

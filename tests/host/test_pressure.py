@@ -1,11 +1,14 @@
 """A pool too small for everybody: preemption, swap, offload, windows. Pages of 4 tokens unless a test says otherwise."""
 
+import dataclasses
 import itertools
 
 import pytest
 
+from jaxpaged.errors import CapacityError
 from jaxpaged.sampling_params import SamplingParams
-from tests.host.fakes import Harness, config, expect_lone, request
+from tests.host.beam_reference import beam_reference
+from tests.host.fakes import Harness, beam_params, config, expect_lone, request
 
 
 def params(max_tokens, **fields):
@@ -226,6 +229,35 @@ def test_any_pool_gives_the_same_tokens(page_size, mode):
             expect_lone(req)
 
 
+def test_totals_count_every_token_once():
+    """B58: with preemptions, aborts, a refusal, samples, beams and cache hits: prompts count once per request, tokens as
+    returned, no total ever falls, and at rest every gauge is 0."""
+    harness = Harness(num_pages=11)
+    reqs = [harness.add(request(f"r{i}", [i + 1, 2, 3, 4, 5, 6], params(20), seed=i)) for i in range(4)]
+    reqs += [harness.add(request(f"n{i}", [1, 2, 3, 4, 5, 6], params(4, n=2))) for i in range(2)]
+    reqs.append(harness.add(request("beam", [1, 2, 3, 4, 9], beam_params(2, 4))))
+    with pytest.raises(CapacityError):
+        harness.scheduler.add(request("big", 40, params(20)))
+    totals = [name for name in dataclasses.asdict(harness.scheduler.stats()) if not name.endswith(("seqs", "pages", "slots"))]
+    before = dict.fromkeys(totals, 0)
+    steps = 0
+    while harness.scheduler.has_unfinished():
+        harness.step()
+        steps += 1
+        if steps in (3, 30):
+            harness.scheduler.abort("r0" if steps == 3 else "r3")
+        now = dataclasses.asdict(harness.scheduler.stats())
+        assert all(now[name] >= before[name] for name in totals)
+        before = {name: now[name] for name in totals}
+    harness.rest_check()
+    stats = harness.scheduler.stats()
+    assert stats.num_preemptions > 0 and stats.num_cached_tokens > 0
+    assert stats.num_prompt_tokens == sum(len(req.prompt_token_ids) for req in reqs)
+    assert stats.num_generated_tokens == sum(len(seq.generated_token_ids) for req in reqs for seq in req.sequences)
+    assert all(req.sequences[0].num_cached_tokens < len(req.prompt_token_ids) for req in reqs)
+    assert all(seq.finished for req in reqs for seq in req.sequences)
+
+
 # --- sliding windows ---------------------------------------------------------------------------------------------------
 
 
@@ -272,9 +304,6 @@ def test_a_window_bounds_what_a_request_needs():
 
 def test_pages_shared_under_a_window_are_freed_once():
     """B07: window 8, a prompt of 14, three samples to 24 tokens; also as beams: no page is freed twice."""
-    from tests.host.beam_reference import beam_reference
-    from tests.host.fakes import beam_params
-
     harness = Harness(cfg=config(sliding_window=8, num_pages=30, max_num_seqs=8))
     samples = harness.add(request("s", [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5], params(10, n=3)))
     beams = harness.add(request("b", [9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 2, 3, 4, 5], beam_params(3, 10, ignore_eos=True)))
