@@ -7,6 +7,7 @@ A directory holds ``params/`` (Orbax), ``config.json``, ``generation_config.json
 import dataclasses
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -135,7 +136,7 @@ class OrbaxParams:
         return np.ascontiguousarray(found[path])
 
     def load(self, dtype: np.dtype, shardings: Mapping[str, jax.sharding.Sharding]) -> dict[str, jax.Array]:
-        """All parameters, each device reading only its own part.
+        """All parameters, each device reading only its own part; a few at a time, to bound what is in flight on the host.
 
         Args:
             dtype: of the result.
@@ -155,7 +156,11 @@ class OrbaxParams:
             path: ocp.ArrayRestoreArgs(dtype=dtype, sharding=shardings.get(path, default), global_shape=shape)
             for path, shape in shapes.items()
         }
-        return self._restore(args, {p: jax.ShapeDtypeStruct(s, dtype) for p, s in shapes.items()})
+        params: dict[str, jax.Array] = {}
+        for paths in _groups(shapes):
+            wanted = {path: jax.ShapeDtypeStruct(shapes[path], dtype) for path in paths}
+            params |= jax.block_until_ready(self._restore({path: args[path] for path in paths}, wanted))
+        return params
 
     def _restore(self, args: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, Any]:
         import orbax.checkpoint as ocp
@@ -168,6 +173,19 @@ class OrbaxParams:
             raise CheckpointError(f"{self.path / PARAMS}: cannot be restored: {error}") from error
         found = dict(_flatten(tree))
         return {path: found[path] for path in items}
+
+
+def _groups(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
+    """Paths in order, in groups of at most a sixteenth of all elements (or one large parameter)."""
+    sizes = {path: math.prod(shape) for path, shape in shapes.items()}
+    limit, group, held = sum(sizes.values()) // 16, [], 0
+    for path, size in sizes.items():
+        if group and held + size > limit:
+            yield group
+            group, held = [], 0
+        group.append(path)
+        held += size
+    yield group
 
 
 def _write(checkpoint: Convertible, directory: Path, dtype: Any, progress: bool) -> None:
