@@ -4,13 +4,14 @@ import argparse
 import sys
 from typing import Any
 
-from jaxpaged.batch.config import build_params, load_job, parse_override
+from jaxpaged.batch.config import load_job, parse_override
 from jaxpaged.batch.job import run_job
 from jaxpaged.batch.summary import JobSummary
 from jaxpaged.commands.exit_codes import EXIT_OK, EXIT_SIGNAL_BASE, EXIT_SOME_FAILED
 from jaxpaged.commands.flags import DEFAULT_MAX_TOKENS, ENGINE, SAMPLING, add_engine_flags, add_sampling_flags, given_flags
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
+from jaxpaged.sampling_params import SamplingParams
 
 EPILOG = """\
 examples:
@@ -132,8 +133,9 @@ def _run_prompt(args: argparse.Namespace) -> int:
     if args.chat:
         system = [{"role": "system", "content": args.system}] if args.system else []
         prompt = {"messages": [*system, {"role": "user", "content": text}]}
-    config = EngineConfig.from_dict({"max_num_seqs": 8, "model": args.model, **given_flags(args, ENGINE)})
-    params = build_params({"max_tokens": DEFAULT_MAX_TOKENS, **given_flags(args, SAMPLING)})
+    params = SamplingParams.from_dict({"max_tokens": DEFAULT_MAX_TOKENS, **given_flags(args, SAMPLING)})
+    small = {"max_num_seqs": params.num_samples, "max_num_batched_tokens": 512}  # few shapes to compile for one prompt
+    config = EngineConfig.from_dict({**small, "model": args.model, **given_flags(args, ENGINE)})
     engine = _engine(config)
     engine.add_request("prompt", prompt, params)
     stream(engine, sys.stdout)

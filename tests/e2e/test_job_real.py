@@ -1,5 +1,7 @@
 """The job through the real engine and the real command: formats, resume after a kill, and the demo's own files."""
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,6 +19,7 @@ from jaxpaged.batch.config import load_job
 from jaxpaged.batch.formats import JsonlFormat
 from jaxpaged.batch.items import Item
 from jaxpaged.batch.reader import detect_format, read_items
+from jaxpaged.cli import main
 from tests.kit.bytes_tokenizer import write_bytes_tokenizer
 from tests.kit.tiny import write_tiny
 
@@ -51,9 +55,16 @@ def command(job, *flags):
 
 
 def run(job, *flags, code=0):
-    done = subprocess.run(command(job, *flags), capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == code, done.stderr
-    return done
+    """The command in this process (which has JAX loaded); returns what it printed."""
+    return run_argv("generate", "--config", str(job), *flags, code=code)
+
+
+def run_argv(*argv, code=0):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        got = main(argv)
+    assert got == code, err.getvalue()
+    return SimpleNamespace(stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def output(folder):
@@ -119,6 +130,7 @@ def test_openai_lines(tmp_path, model):
     assert third["response"]["status_code"] == 400 and third["response"]["body"]["error"]["line"] == 3
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
 def test_killed_at_random_moments_and_resumed_to_the_same_bytes(tmp_path, model, kills):
     """Greedy and unseeded sampled lines, through a pool small enough to preempt; resumed with a cold cache."""
@@ -187,17 +199,16 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path, wrong):
         write_bytes_tokenizer(folder)
     if wrong == "truncated":
         os.truncate(folder / "model.safetensors", 5000)
-    done = run(write_job(tmp_path, folder, LINES[:1]), code=2 if wrong == "missing" else 1)
+    done = run(write_job(tmp_path, folder, LINES[:1]), code=1)
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert {"missing": "model", "truncated": "safetensors", "architecture": "OtherForCausalLM"}[wrong] in done.stderr
 
 
 def test_one_prompt_is_streamed(model):
     flags = ["--prompt", "hello", "--max-tokens", "6", "--temperature", "0", "--num-pages", "64", "--ignore-eos"]
-    argv = [sys.executable, "-m", "jaxpaged.cli", "generate", "--model", str(model), *flags]
-    plain, chat = (
-        subprocess.run([*argv, *more], capture_output=True, text=True, check=True, cwd=ROOT) for more in ([], ["--chat"])
-    )
+    flags += ["--max-num-batched-tokens", "32", "--page-size", "4"]
+    argv = ["generate", "--model", str(model), *flags]
+    plain, chat = run_argv(*argv), run_argv(*argv, "--chat")
     assert plain.stdout.endswith("\n") and plain.stdout.strip() and plain.stdout != chat.stdout
 
 
