@@ -52,7 +52,7 @@ def described(target: Target, dev):
     Yields:
         Nothing.
     """
-    from jax._src.mesh import AbstractDevice  # noqa: PLC0415 - no public name yet
+    from jax._src.mesh import AbstractDevice
 
     if target.platform == "tpu":
         abstract = AbstractDevice(device_kind=dev.device_kind, num_cores=dev.num_cores, platform="tpu")

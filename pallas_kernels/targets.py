@@ -54,10 +54,10 @@ class Target:
     vmem_bytes: int = 0
 
 
-# Source: Cloud TPU documentation, system architecture pages of each generation (HBM bandwidth, capacity, bf16 peak; v7x per
-# chip, halved here because JAX shows its two cores as two devices); NVIDIA data sheets of A100 80GB SXM, H100 SXM, H200 SXM,
-# HGX B200 (dense bf16). VMEM: sizes at which the compiler starts to refuse. Clocks: peak flops divided by the matrix units' operations per
-# cycle for v5e; assumed for the others.
+# Source: Cloud TPU documentation, system architecture page of each generation (HBM bandwidth and capacity, bf16 peak; v7x is
+# halved, since JAX shows its two cores as two devices); NVIDIA data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200
+# (dense bf16). VMEM: the sizes at which the TPU compiler starts to refuse. Clocks: v5e's follows from its peak (operations per
+# cycle of its matrix units), the others are assumed.
 TARGETS: dict[str, Target] = {
     t.name: t
     for t in (

@@ -69,12 +69,12 @@ def check_pool(op: str, spec: PoolSpec) -> None:
     instead = 'use implementation="xla", or '
     if spec.row_elements % LANES:
         raise KernelUnsupportedError(
-            f"{op}: a token's row has 2 * num_kv_heads * head_dim = {spec.row_elements} elements, TPU kernels want a multiple of "
-            f"{LANES}; {instead}allocate the pool with more (unused) KV heads"
+            f"{op}: a token's row has 2 * num_kv_heads * head_dim = {spec.row_elements} elements, TPU kernels want a "
+            f"multiple of {LANES}; {instead}allocate the pool with more (unused) KV heads"
         )
     if spec.page_size % 8:
         raise KernelUnsupportedError(
-            f"{op}: page_size {spec.page_size} is not a multiple of 8, which TPU copies want; {instead}a page_size of 16 or more"
+            f"{op}: page_size {spec.page_size} is no multiple of 8, which TPU copies want; {instead}a page_size of 16 or more"
         )
     if spec.dtype == "float16":
         raise KernelUnsupportedError(f'{op}: TPUs have no float16; {instead}allocate the pool with dtype="bfloat16"')
@@ -91,8 +91,8 @@ def check_plan(op: str, plan: AttentionPlan) -> None:
     words = plan.page_ids.shape[0] + 3 * plan.shape.num_seqs + 4 * plan.query_tiles.shape[0]
     if words > SMEM_WORDS:
         raise KernelUnsupportedError(
-            f"{op}: the step's page lists take {words} words of scalar memory, a TPU core has room for {SMEM_WORDS}; use larger "
-            f"pages (now {plan.page_size} tokens), fewer sequences ({plan.shape.num_seqs}) or shorter ones "
+            f"{op}: the step's page lists take {words} words of scalar memory, a TPU core has room for {SMEM_WORDS}; use "
+            f"larger pages (now {plan.page_size} tokens), fewer sequences ({plan.shape.num_seqs}) or shorter ones "
             f"({plan.shape.max_pages} pages)"
         )
 
@@ -164,7 +164,7 @@ def take_output(o: jax.Array, skips: tuple[int, ...], dim: int) -> jax.Array:
 
 
 def per_row_heads(values: jax.Array | None, heads: int, rows: int, repeat: int) -> jax.Array | None:
-    """A number per query head ``[N]`` as ``[K, rows, 128]``, each head's ``G`` numbers repeated ``repeat`` times, zeros behind."""
+    """A number per query head ``[N]`` as ``[K, rows, 128]``: each KV head's ``G`` numbers ``repeat`` times, then zeros."""
     if values is None:
         return None
     grouped = jnp.tile(values.astype(jnp.float32).reshape(heads, -1), (1, repeat))
@@ -248,11 +248,11 @@ def softmax_step(scores, seen, v, v_scale, dtype, m_ref, l_ref, acc_ref, index) 
     acc_ref[index] = acc_ref[index] * decay[:, :1] + dot(p.astype(dtype), v, 0)
 
 
-def finish(m, l, acc, sink, v_factor) -> tuple[jax.Array, jax.Array]:
+def finish(m, total, acc, sink, v_factor) -> tuple[jax.Array, jax.Array]:
     """The output and log-sum-exp of a head from its running softmax; rows that saw no key give 0 and -inf.
 
     Args:
-        m, l: float32 ``[R, 128]``.
+        m, total: float32 ``[R, 128]``, running maximum and sum.
         acc: float32 ``[R, width]``.
         sink: float32 ``[R, 128]`` or None.
         v_factor: scalar scale of the values.
@@ -260,16 +260,41 @@ def finish(m, l, acc, sink, v_factor) -> tuple[jax.Array, jax.Array]:
     Returns:
         ``(out [R, width], lse [R, 128])``, float32.
     """
-    some = l > 0
+    some = total > 0
     if sink is not None:
         top = jnp.maximum(m, sink)
         decay = jnp.exp(m - top)
-        l = l * decay + jnp.exp(sink - top)
+        total = total * decay + jnp.exp(sink - top)
         acc = acc * decay[:, :1]
         m = top
-    safe = jnp.where(some, l, 1.0)
+    safe = jnp.where(some, total, 1.0)
     out = jnp.where(some[:, :1], acc * v_factor / safe[:, :1], 0.0)
     return out, jnp.where(some, m + jnp.log(safe), -jnp.inf)
+
+
+def for_each_head(lanes: Lanes, fn) -> None:
+    """Calls ``fn(head, k_start, v_start, same)`` for every KV head: in a loop where all heads lie alike, else unrolled.
+
+    Args:
+        lanes: the lanes of each head.
+        fn: called with the head's number (traced in a loop), the first lanes of its K and V, and whether these are the same.
+    """
+    heads = len(lanes.k_start)
+    same = lanes.k_start == lanes.v_start
+    pitch = lanes.k_start[-1] // max(heads - 1, 1)
+    gap = lanes.v_start[0] - lanes.k_start[0]
+    regular = all(k == pitch * h and v == k + gap for h, (k, v) in enumerate(zip(lanes.k_start, lanes.v_start, strict=True)))
+    if heads == 1 or not regular:
+        for h in range(heads):
+            fn(h, lanes.k_start[h], lanes.v_start[h], lanes.k_start[h] == lanes.v_start[h])
+        return
+
+    def body(h, carry):
+        k_start = pl.multiple_of(h * pitch, LANES)
+        fn(h, k_start, pl.multiple_of(h * pitch + gap, LANES), same)
+        return carry
+
+    lax.fori_loop(0, heads, body, 0)
 
 
 class PageFetch:
@@ -325,7 +350,9 @@ class PageFetch:
     def scale_row(self, slot, first_place, pages: int, segment) -> jax.Array:
         """Scales of ``pages`` pages from ``first_place`` on, of one head's K or V (``segment``): float32 ``[1, tokens]``."""
         size = self.spec.page_size
-        parts = [self.scale_buffer[slot, first_place + j, :, segment * size : (segment + 1) * size] for j in range(pages)]
+        first = segment * size
+        lanes = pl.ds(first if isinstance(first, int) else pl.multiple_of(first, size), size)
+        parts = [self.scale_buffer[slot, first_place + j, :, lanes] for j in range(pages)]
         return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
 
