@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from jaxpaged.request import FinishReason
+from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduler.beam import BeamSearch, num_candidates
 from tests.host.beam_reference import beam_reference
-from tests.host.fakes import EOS, Harness, beam_params, request
+from tests.host.fakes import EOS, Harness, beam_params, expect_lone, request
 
 
 def search(prompt, log_probs, params, stop_ids, max_tokens):
@@ -210,3 +211,18 @@ def test_aborting_beams_gives_everything_back():
         harness.scheduler.abort("a")
         assert all(seq.finish_reason is FinishReason.ABORT for seq in req.sequences)
         harness.run()
+
+
+def test_beams_that_lost_a_seat_do_not_wait_forever():
+    """With ten of twelve tokens ending a hypothesis the first step leaves two beams of three, and another request takes the
+    third seat. When there are three beams again, one is queued and the others wait for it; the lower-ranked request, which
+    finds no page, gives way."""
+    harness = Harness(page_size=1, num_pages=13, max_num_seqs=3, enable_prefix_caching=False)
+    eos = frozenset(range(2, 12))
+    req = harness.add(request("beam", [1, 6], beam_params(3, 4), eos=eos))
+    low = harness.add(request("low", [1, 2, 3], SamplingParams(max_tokens=9)))
+    harness.run(max_steps=60)
+    assert [output.preempted for output in harness.outputs if output.preempted] == [(low.sequences[0].seq_id,)]
+    want = beam_reference(req.prompt_token_ids, width=3, max_tokens=4, stop_ids=eos)
+    assert [seq.generated_token_ids for seq in req.sequences] == [tokens for tokens, _, _ in want]
+    expect_lone(low)

@@ -147,6 +147,10 @@ def test_only_pages_free_since_before_the_plan_are_reported():
     assert pool.allocate() == a
     pool.release(c)
     assert pool.end_step(before) == (b,)
+    before = pool.num_freed
+    assert [pool.allocate(), pool.allocate()] == [b, c]
+    pool.release_all([c])
+    assert pool.end_step(before) == ()  # free again, but the plan used it
     assert pool.end_step(pool.num_freed) == (c,)
     assert pool.end_step(pool.num_freed) == ()
 

@@ -132,6 +132,25 @@ def test_a_swapped_group_waits_for_room_for_its_next_token():
     expect_lone(young)
 
 
+def test_a_page_being_copied_is_not_handed_out_in_the_same_step():
+    """A copies page 2, which it shares with its fork, to page 4. D's first sample wants a page for its own copy: the fork is
+    preempted and page 2 is let go. All copies of a step run at once, so D may not copy into it; it waits for the next step."""
+    harness = Harness(num_pages=5, enable_prefix_caching=False)
+    a = harness.add(request("a", 6, params(3)))
+    harness.step()
+    d = harness.add(request("d", [11, 10], params(3, n=2)))
+    harness.step()
+    fork = harness.requests["fork"] = harness.scheduler.fork("a", "fork")
+    assert [harness.table(a), harness.table(fork), harness.table(d, 0), harness.table(d, 1)] == [[1, 2], [1, 2], [3], [3]]
+    output = harness.step()
+    assert output.copies == ((2, 4),) and output.preempted == (fork.sequences[0].seq_id,)
+    assert [row.seq_id for row in output.scheduled] == [a.sequences[0].seq_id]
+    assert harness.step().copies == ((3, 2),)
+    harness.run()
+    expect_lone(a)
+    expect_lone(d)
+
+
 def test_without_host_room_a_group_is_recomputed():
     """B11: one host page for a group of four under pressure: recompute instead, all tokens right, a later request works."""
     harness = Harness(num_pages=12, num_host_pages=1, preemption_mode="swap", max_num_seqs=8)
@@ -162,6 +181,27 @@ def test_the_mode_auto_swaps_groups_and_recomputes_single_sequences():
         harness.run()
         expect_lone(old)
         expect_lone(young)
+
+
+def test_samples_share_their_prompt_again_after_recompute():
+    """Three samples of a 12-token prompt need 3 shared pages and one each. All are preempted without a prefix cache; the first
+    to return computes the prompt, the others wait for it and name its pages, so the pool of 6 suffices."""
+    harness = Harness(num_pages=7, enable_prefix_caching=False)
+    old = harness.add(request("old", 6, params(18)))
+    young = harness.add(request("young", [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8, 7], params(5, n=3)))
+    while harness.scheduler.stats().num_preemptions < 3:
+        harness.step()
+    harness.scheduler.abort("old")
+    most = 0
+    while not young.finished:
+        harness.step()
+        tables = [harness.table(young, index) for index in range(3)]
+        assert len({tuple(table[:3]) for table in tables if table}) <= 1
+        most = max(most, sum(len(table) > 0 for table in tables))
+    assert most == 3
+    harness.run()
+    expect_lone(young)
+    assert old.sequences[0].finished
 
 
 def test_a_restored_sequence_owns_the_pages_it_was_restored_to():

@@ -458,6 +458,12 @@ def test_pins_cannot_starve_the_pool():
     fits = harness.add(request("c", 13, params(6)))  # the pinned pages are computed now and count for it
     harness.run()
     assert fits.sequences[0].num_cached_tokens == 12  # the two pinned pages and one more that happens to be cached
+    again = harness.add(request("d", 13, params(6)))  # 5 pages at worst, 2 of them pinned and computed: 6 with one more pin
+    assert harness.scheduler.pin_prefix((9, 9, 9, 9)) == 1
+    with pytest.raises(CapacityError, match="may need 7 pages in all but the pool has 6"):
+        harness.scheduler.pin_prefix((8, 8, 8, 8))
+    harness.run()
+    expect_lone(again)
     for call, words in [
         (lambda: harness.scheduler.pin_prefix(range(1, 9)), "pinned already"),
         (lambda: harness.scheduler.pin_prefix((1, 2, 3)), "got 3 tokens, wants a full page"),
