@@ -18,10 +18,10 @@ from jaxpaged.hf_fields import token_ids
 from jaxpaged.model_config import ModelConfig
 from jaxpaged.param_names import model_params
 from jaxpaged.weights import gguf_config, gguf_io, gguf_tokenizer, hub, names, orbax_io, safetensors_io
+from jaxpaged.weights.host_memory import empty_pages
 from jaxpaged.weights.tokenizer import Tokenizer, has_tokenizer, read_tokenizer
 
 _FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
-_ALIGNMENT_BYTES = 64
 _SAMPLE_BYTES = 1 << 20
 
 
@@ -182,14 +182,6 @@ def float_dtype(dtype: Any) -> np.dtype:
     return wanted
 
 
-def empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array whose memory starts on 64 bytes, so that the CPU backend takes it over without a copy."""
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT_BYTES, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT_BYTES
-    return raw[start : start + size].view(dtype).reshape(shape)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Assembled:
     """Parameters put together from the tensors of GGUF or safetensors files."""
@@ -205,7 +197,7 @@ class _Assembled:
         parts = self.parts[path]
         if len(parts) == 1 and not owned and (view := self.tensors.view(parts[0], dtype)) is not None:
             return view
-        out, row = empty_aligned(shape, dtype), 0
+        out, row = empty_pages(shape, dtype), 0
         for part in parts:
             self.tensors.read_into(part, out[row : row + part.shape[0]])
             row += part.shape[0]

@@ -16,7 +16,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.weights.names import Part, map_file
+from jaxpaged.weights.host_memory import map_file
+from jaxpaged.weights.names import Part
 
 CHUNK_ELEMENTS = 1 << 19
 """Weights dequantised at a time: the intermediate float32 values stay within the processor's cache."""

@@ -7,9 +7,6 @@ tensor as it is.
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-
-import numpy as np
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.model_config import ModelConfig
@@ -30,18 +27,6 @@ class Part:
     name: str
     shape: tuple[int, ...]
     interleaved_heads: int = 0
-
-
-def map_file(file: Path, dtype: np.dtype, offset_bytes: int, shape: tuple[int, ...]) -> np.memmap:
-    """A read-only memory map of one tensor.
-
-    Raises:
-        CheckpointError: the file went away or shrank since its header was read.
-    """
-    try:
-        return np.memmap(file, dtype, "r", offset_bytes, shape)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: cannot be read any more; did it change since it was opened? ({error})") from error
 
 
 _HF_LAYER = {

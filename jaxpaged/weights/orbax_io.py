@@ -7,7 +7,6 @@ A directory holds ``params/`` (Orbax), ``config.json``, ``generation_config.json
 import dataclasses
 import hashlib
 import json
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,11 +19,14 @@ from tqdm import tqdm
 from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.model_config import ModelConfig
 from jaxpaged.param_names import model_params
+from jaxpaged.weights.host_memory import empty_pages
 from jaxpaged.weights.tokenizer import Tokenizer
 
 MARKER = "jaxpaged.json"
 PARAMS = "params"
 FORMAT = 1
+CHUNK_BYTES = 4 << 20
+"""Bytes of a parameter stored as one piece: the buffers that reading needs are of this size."""
 
 
 class Convertible(Protocol):
@@ -133,10 +135,12 @@ class OrbaxParams:
         import orbax.checkpoint as ocp  # a second to import, and few runs need it
 
         found = self._restore({path: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)}, {path: 0})
-        return np.ascontiguousarray(found[path])
+        out = empty_pages(shape, dtype)
+        out[...] = found[path]
+        return out
 
     def load(self, dtype: np.dtype, shardings: Mapping[str, jax.sharding.Sharding]) -> dict[str, jax.Array]:
-        """All parameters, each device reading only its own part; a few at a time, to bound what is in flight on the host.
+        """All parameters, one at a time; where split, each device reads only its own part.
 
         Args:
             dtype: of the result.
@@ -152,14 +156,15 @@ class OrbaxParams:
 
         default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         shapes = model_params(self.config)
-        args = {
-            path: ocp.ArrayRestoreArgs(dtype=dtype, sharding=shardings.get(path, default), global_shape=shape)
-            for path, shape in shapes.items()
-        }
         params: dict[str, jax.Array] = {}
-        for paths in _groups(shapes):
-            wanted = {path: jax.ShapeDtypeStruct(shapes[path], dtype) for path in paths}
-            params |= jax.block_until_ready(self._restore({path: args[path] for path in paths}, wanted))
+        for path, shape in shapes.items():
+            place = shardings.get(path, default)
+            if len(place.device_set) == 1:
+                params[path] = jax.block_until_ready(jax.device_put(self.read(path, shape, dtype, owned=True), place))
+                continue
+            args = ocp.ArrayRestoreArgs(dtype=dtype, sharding=place, global_shape=shape)
+            wanted = jax.ShapeDtypeStruct(shape, dtype)
+            params[path] = jax.block_until_ready(self._restore({path: args}, {path: wanted})[path])
         return params
 
     def _restore(self, args: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,19 +180,6 @@ class OrbaxParams:
         return {path: found[path] for path in items}
 
 
-def _groups(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
-    """Paths in order, in groups of at most a sixteenth of all elements (or one large parameter)."""
-    sizes = {path: math.prod(shape) for path, shape in shapes.items()}
-    limit, group, held = sum(sizes.values()) // 16, [], 0
-    for path, size in sizes.items():
-        if group and held + size > limit:
-            yield group
-            group, held = [], 0
-        group.append(path)
-        held += size
-    yield group
-
-
 def _write(checkpoint: Convertible, directory: Path, dtype: Any, progress: bool) -> None:
     import orbax.checkpoint as ocp
 
@@ -200,7 +192,8 @@ def _write(checkpoint: Convertible, directory: Path, dtype: Any, progress: bool)
     stored = next(iter(params.values())).dtype.name
     shapes = {path: array.shape for path, array in params.items()}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)) as checkpointer:
-        checkpointer.save((directory / PARAMS).absolute(), args=ocp.args.PyTreeSave(_nest(params)))
+        saving = _nest({path: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for path in params})
+        checkpointer.save((directory / PARAMS).absolute(), args=ocp.args.PyTreeSave(_nest(params), save_args=saving))
     tokenizer = checkpoint.tokenizer()
     if tokenizer is not None:
         tokenizer.save(directory)

@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.weights.names import Part, map_file
+from jaxpaged.weights.host_memory import map_file
+from jaxpaged.weights.names import Part
 
 _DTYPES = {
     "F64": np.dtype(np.float64),

@@ -43,7 +43,7 @@ print(json.dumps([peak() - before, sum(array.nbytes for array in params.values()
     ("kind", "dtype"), [("safetensors", "float32"), ("gguf", "float32"), ("gguf", "bfloat16"), ("orbax", "float32")]
 )
 def test_host_peak_is_at_most_1_3_times_the_weights(tmp_path, kind: str, dtype: str):
-    """About 570 MB of weights in float32, 285 MB in bfloat16. (Orbax holds about 100 MB of buffers whatever the model's size.)"""
+    """About 570 MB of weights in float32, 285 MB in bfloat16. (Orbax holds about 100 MB whatever the model's size.)"""
     config = tiny_config(**SHAPE)
     tensors = tiny_tensors(config | {"num_hidden_layers": 1})
     for name in [name for name in tensors if ".layers.0." in name]:  # every layer the same: quicker to make
