@@ -34,11 +34,11 @@ def write_kv(
     data = flat.reshape(spec.data_shape)
     if scales is None:
         return KVPool(data, pool.scales, spec)
-    view = pool.scales.reshape(spec.num_layers * spec.num_pages, 2 * spec.num_kv_heads, spec.page_size)
     page, offset = index // spec.page_size, index % spec.page_size
-    head = jnp.arange(2 * spec.num_kv_heads)
-    view = view.at[page[:, None], head, offset[:, None]].set(scales, mode="drop", unique_indices=True)
-    return KVPool(data, view.reshape(spec.scales_shape), spec)
+    lane = jnp.arange(2 * spec.num_kv_heads) * spec.page_size + offset[:, None]  # [T, 2 * K]
+    # No reshape of the pool's scales: XLA:CPU would give the view another layout, and copy all of them back and forth.
+    updated = pool.scales.at[page[:, None], 0, lane].set(scales, mode="drop", unique_indices=True)
+    return KVPool(data, updated, spec)
 
 
 def encode_rows(pool: KVPool, k: jax.Array, v: jax.Array, k_scale, v_scale) -> tuple[jax.Array, jax.Array | None]:

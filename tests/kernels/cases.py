@@ -135,23 +135,28 @@ def sample(axes: dict[str, list[Any]], count: int, keep, seed: int = 0) -> list[
     """``count`` cases (or fewer) that meet every pair of values of two axes as soon as possible; ``keep`` filters them."""
     rng = np.random.default_rng(seed)
     names = list(axes)
-    open_pairs = {
-        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in range(len(axes[a])) for y in range(len(axes[b]))
-    }
+    pairs = list(itertools.combinations(range(len(names)), 2))
+    sizes = [len(axes[n]) for n in names]
+    open_pairs = {(a, x, b, y): None for a, b in pairs for x in range(sizes[a]) for y in range(sizes[b])}  # in order
     cases: list[Case] = []
     for _ in range(count):
-        best, best_new = None, set()
-        for _ in range(40):
-            pick = {n: int(rng.integers(len(axes[n]))) for n in names}
-            case = Case(**{n: axes[n][i] for n, i in pick.items()}, seed=len(cases))
+        best, best_new = None, []
+        waiting = list(open_pairs)
+        for attempt in range(12):
+            pick = [int(rng.integers(s)) for s in sizes]
+            if waiting and attempt < 8:
+                a, x, b, y = waiting[int(rng.integers(len(waiting)))]
+                pick[a], pick[b] = x, y
+            case = Case(**{n: axes[n][i] for n, i in zip(names, pick, strict=True)}, seed=len(cases))
             if not keep(case):
                 continue
-            new = {(a, pick[a], b, pick[b]) for a, b in itertools.combinations(names, 2)}
-            if best is None or len(new & open_pairs) > len(best_new & open_pairs):
+            new = [p for p in ((a, pick[a], b, pick[b]) for a, b in pairs) if p in open_pairs]
+            if best is None or len(new) > len(best_new):
                 best, best_new = case, new
         if best is not None:
             cases.append(best)
-            open_pairs -= best_new
+            for p in best_new:
+                del open_pairs[p]
     return cases
 
 
