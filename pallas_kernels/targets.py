@@ -167,12 +167,12 @@ def find_cuda() -> str | None:
     return None
 
 
-def environment(target: Target, dump_dir: str) -> dict[str, str]:
+def environment(target: Target, dump_dir: str | None) -> dict[str, str]:
     """Environment variables under which a process can compile for ``target``; they must be set before jax is imported.
 
     Args:
         target: the device.
-        dump_dir: folder for the compiler's listings.
+        dump_dir: folder for the compiler's listings; None for no listings (whole models have very many).
 
     Returns:
         Variables to add to the process's environment.
@@ -185,10 +185,12 @@ def environment(target: Target, dump_dir: str) -> dict[str, str]:
             "TPU_ACCELERATOR_TYPE": "v5litepod-4",
             "TPU_LOG_DIR": "disabled",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump_dir} --xla_jf_dump_llo_text=true",
+            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump_dir} --xla_jf_dump_llo_text=true" if dump_dir else "",
         }
     else:
-        flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_dump_to={dump_dir}", "--xla_gpu_autotune_level=0"]
+        flags = [os.environ.get("XLA_FLAGS", ""), "--xla_gpu_autotune_level=0"]
+        if dump_dir:
+            flags.append(f"--xla_dump_to={dump_dir}")
         cuda = find_cuda()
         if cuda:
             flags.append(f"--xla_gpu_cuda_data_dir={cuda}")
@@ -197,7 +199,13 @@ def environment(target: Target, dump_dir: str) -> dict[str, str]:
 
 
 def compile_many(
-    target: str, jobs: list[Job], *, python: str | None = None, paths: tuple[str, ...] = (), timeout_s: float = 600.0
+    target: str,
+    jobs: list[Job],
+    *,
+    python: str | None = None,
+    paths: tuple[str, ...] = (),
+    timeout_s: float = 600.0,
+    listings: bool = True,
 ) -> list[Compiled]:
     """Compiles jobs for a described device, one after the other, in a process of its own.
 
@@ -209,6 +217,7 @@ def compile_many(
         python: interpreter with jax, the TPU compiler or the CUDA plugin; None for the running one.
         paths: folders to put in front of the module search path of that process.
         timeout_s: longest silence while one job is compiled.
+        listings: read the compiler's listings; without them reports have no kernels.
 
     Returns:
         One report per job, in order.
@@ -220,7 +229,9 @@ def compile_many(
         raise ValueError(f"target: got {target!r}, wants one of {', '.join(TARGETS)}")
     done: list[Compiled] = []
     while len(done) < len(jobs):
-        reports, last_words = _run_worker(TARGETS[target], jobs[len(done) :], python or sys.executable, paths, timeout_s)
+        reports, last_words = _run_worker(
+            TARGETS[target], jobs[len(done) :], python or sys.executable, paths, timeout_s, listings
+        )
         done += reports
         if len(done) < len(jobs):
             done.append(Compiled(jobs[len(done)].name, target, error=f"the compiler's process died: {last_words}"))
@@ -242,11 +253,11 @@ def compile_for(target: str, build: str, *, python: str | None = None, paths: tu
     return compile_many(target, [Job(build, build, kwargs)], python=python, paths=paths)[0]
 
 
-def _run_worker(target: Target, jobs: list[Job], python: str, paths, timeout_s: float) -> tuple[list[Compiled], str]:
+def _run_worker(target: Target, jobs: list[Job], python: str, paths, timeout_s: float, listings: bool):
     with tempfile.TemporaryDirectory(prefix="jaxpaged-compile-") as folder:
         dump = os.path.join(folder, "dump")
         os.mkdir(dump)
-        env = os.environ | environment(target, dump)
+        env = os.environ | environment(target, dump if listings else None)
         env["PYTHONPATH"] = os.pathsep.join([str(p) for p in paths] + [str(_HERE.parent), env.get("PYTHONPATH", "")])
         request = os.path.join(folder, "jobs.json")
         result = os.path.join(folder, "reports.jsonl")
