@@ -63,12 +63,13 @@ def default_tiles(spec: PoolSpec, capability: tuple[int, int] | None = None) -> 
         tokens = 32 if dim <= 128 else 16
         return TritonTiles(decode_tokens=tokens, ragged_rows=64 if dim <= 128 else 32, ragged_tokens=16, ragged_stages=2)
     tokens = 64 if dim <= 128 else 32 if dim <= 256 else 16
-    decode_warps = 4 if spec.itemsize == 2 else 8
+    decode_warps = 8 if spec.itemsize == 1 and dim <= 128 else 4
     if capability is not None and capability < (9, 0):
         return TritonTiles(
             decode_tokens=tokens, decode_warps=decode_warps, ragged_rows=64, ragged_tokens=min(tokens, 32), ragged_warps=8
         )
-    return TritonTiles(decode_tokens=tokens, decode_warps=decode_warps, ragged_tokens=tokens)
+    ragged_tokens = tokens if spec.itemsize == 2 or dim <= 128 else 16
+    return TritonTiles(decode_tokens=tokens, decode_warps=decode_warps, ragged_tokens=ragged_tokens)
 
 
 def tuning_key(spec: PoolSpec) -> str:
