@@ -67,6 +67,19 @@ def resolve(op: str, implementation: str, x: Any) -> str:
     return NO_KERNEL.get((op, name), name)
 
 
+def check_interpret(op: str, implementation: str, interpret: Any) -> None:
+    """Refuses ``interpret`` for implementations that are not Pallas kernels.
+
+    Raises:
+        KernelUnsupportedError: there is nothing to interpret.
+    """
+    if interpret and implementation in ("xla", "reference"):
+        raise KernelUnsupportedError(
+            f'{op}: implementation="{implementation}" has nothing to interpret; pass interpret=False, or '
+            'implementation="triton" or "mosaic_tpu"'
+        )
+
+
 def load(op: str, implementation: str) -> ModuleType:
     """The module ``pallas_kernels.<op>.<implementation>``; kernels are imported when they are first asked for."""
     return importlib.import_module(f"pallas_kernels.{op}.{implementation}")

@@ -93,6 +93,7 @@ def paged_attention(
         soft_cap=None if soft_cap is None else float(soft_cap),
     )
     name = dispatch.resolve(OP, implementation, pool.data)
+    dispatch.check_interpret(OP, name, interpret)
     static = (name, tiles, interpret, return_lse, out_dtype)
     run = _run if name == "reference" else _jitted
     out, lse = run(static, q, pool, plan, dispatch.check_layer(layer, pool), options)

@@ -88,6 +88,7 @@ def _kernel(config: tile.TileConfig, chunk: int, num_seqs: int, num_tokens: int,
 
         row = jnp.minimum(index, num_seqs - 1)
         first, end = ins["split_indptr"][row], ins["split_indptr"][row + 1]
+        start = ins["query_start_loc"][row]
 
         @pl.when((index < num_seqs) & (end > first))
         def _():
@@ -118,7 +119,11 @@ def _kernel(config: tile.TileConfig, chunk: int, num_seqs: int, num_tokens: int,
             out, lse = tile.settle((jnp.full((1,), peak), jnp.full((1,), total), acc[None, :]))
             if config.sinks:
                 out, lse = tile.with_sinks(out, lse, jnp.full((1,), ins["sinks"][head]))
-            write(ins["query_start_loc"][row], out.reshape(dim), lse * LN2)
+            write(start, out.reshape(dim), lse * LN2)
+
+        @pl.when((index < num_seqs) & (end == first) & (ins["query_start_loc"][row + 1] == start + 1))
+        def _():  # a token of a row without keys
+            write(start, jnp.zeros((dim,), jnp.float32), jnp.full((1,), tile.NEG_INF, jnp.float32))
 
         @pl.when((index < num_tokens) & (index >= ins["query_start_loc"][num_seqs]))
         def _():
