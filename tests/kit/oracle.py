@@ -140,7 +140,9 @@ def _forward(
         key, value = jnp.repeat(key, n // k, axis=1), jnp.repeat(value, n // k, axis=1)
         scores = jnp.einsum("qnh,knh->nqk", q, key) / math.sqrt(q.shape[-1])
         probs = jax.nn.softmax(jnp.where(visible[None], scores, -jnp.inf), axis=-1)
-        attended = jnp.einsum("nqk,knh->qnh", probs, value).reshape(length, -1)
+        # Weight 0 times NaN is NaN: a later token's NaN must not reach an earlier row.
+        weighted = probs.transpose(1, 2, 0)[..., None] * value[None]  # [T, T, N, H]
+        attended = jnp.where(visible[..., None, None], weighted, 0.0).sum(1).reshape(length, -1)
         x = x + linear(attended, f"{layer}.self_attn.o_proj")
         y = norm(x, f"{layer}.post_attention_layernorm")
         gated = jax.nn.silu(linear(y, f"{layer}.mlp.gate_proj")) * linear(y, f"{layer}.mlp.up_proj")
