@@ -59,6 +59,7 @@ class StepPlanner:
         self._samples: list[tuple[int, int]] = []
         self._chunks: list[_Chunk] = []
         self._preempted: list[int] = []
+        self._behind: list[SeqState] = []
 
     # --- the plan ----------------------------------------------------------------------------------------------------
 
@@ -72,7 +73,7 @@ class StepPlanner:
         kv.begin_step()
         self._budget = self._config.max_num_batched_tokens
         self._promised, self._stalled = 0, False
-        self._rows, self._samples, self._chunks, self._preempted = [], [], [], []
+        self._rows, self._samples, self._chunks, self._preempted, self._behind = [], [], [], [], []
         self._plan_running()
         newcomers: list[SeqState] = []
         if self._budget > 0 and not self._stalled and not self._preempted and len(self._waiting):
@@ -83,9 +84,8 @@ class StepPlanner:
         forks = self._finish_chunks() if self._chunks else []
         if self._events is not None:
             self._tell_step(newcomers)
-        if self._config.sliding_window is not None:
-            for chunk in self._chunks:
-                kv.free_behind_window(chunk.state)
+        for state in self._behind:
+            kv.free_behind_window(state)
         for state in forks:
             newcomers += self._fork_samples(state)
         if newcomers:
@@ -107,6 +107,8 @@ class StepPlanner:
         running, kv, page_size = self.running, self._kv, self._config.page_size
         ref_cnt, rows, samples = kv.pool.ref_cnt, self._rows, self._samples
         new = tuple.__new__
+        window = self._config.sliding_window
+        edge = 0 if window is None else window - 1 + page_size
         budget = self._budget
         index = 0
         while index < len(running) and budget > 0:
@@ -143,6 +145,8 @@ class StepPlanner:
             budget -= 1
             if total >= state.index_at and not inflight:
                 kv.written(state)
+            if edge and total >= state.num_behind * page_size + edge:
+                self._behind.append(state)
         self._budget = budget
 
     def _plan_chunk(self, state: SeqState, index: int) -> None:
@@ -201,6 +205,8 @@ class StepPlanner:
             )
             state.dirty = len(table)
             seq.num_computed_tokens = chunk.end
+            if self._config.sliding_window is not None:
+                self._behind.append(state)
             if min(chunk.end, len(seq.token_ids)) >= state.index_at:
                 kv.written(state)
             if chunk.end == chunk.total:
@@ -217,7 +223,7 @@ class StepPlanner:
         """The common prompt is computed: every sample names its pages and awaits its own first token."""
         samples, state.pending = state.pending, []
         state.seats = 1
-        state.plain = self._config.sliding_window is None
+        state.plain = True
         for sample in samples:
             self._kv.fork(state, sample, state.seq.num_computed_tokens, "fork")
             sample.seq.num_inflight_tokens = 1

@@ -54,7 +54,7 @@ class ResultApplier:
             rank=(priority, request.arrival, owner.number, seq.seq_id),
             limit=owner.limit,
             stop_ids=owner.stop_ids,
-            plain=owner.beam is None and self._config.sliding_window is None,
+            plain=owner.beam is None,
         )
         self.states[seq.seq_id] = state
         return state

@@ -56,7 +56,7 @@ class SeqState:
         rank: (priority, arrival, number of the request, seq_id): who runs first; the highest is preempted first.
         limit: most tokens, prompt included.
         stop_ids: tokens that end it.
-        plain: whether a step of one token needs no more than a slot: no beam, no window, no samples to fork.
+        plain: whether a step of one token needs no more than a slot: no beam, no samples to fork.
         status: where it is.
         table: page ids in logical order; 0 where a page behind the sliding window was given back.
         dirty: first logical index the device does not know of; ``len(table)`` where it knows all.
