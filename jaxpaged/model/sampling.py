@@ -46,6 +46,7 @@ def filter_logits(logits: jax.Array, s: SamplingInputs) -> jax.Array:
     logits = jnp.where(keys >= limit[:, None], logits, NEG_INF)
     probs = jax.nn.softmax(logits, axis=-1)
     limit = _largest_threshold(keys, lambda kept: jnp.where(kept, probs, 0.0).sum(-1) >= s.top_p)
+    limit = jnp.minimum(limit, keys.max(-1))  # a top_p that float32 rounds to zero is reached by the empty set
     return jnp.where((keys >= limit[:, None]) | (s.top_p >= 1.0)[:, None], logits, NEG_INF)
 
 
