@@ -14,6 +14,7 @@ from jaxpaged.config import SchedulerConfig
 from jaxpaged.scheduler.audit import measure
 from jaxpaged.scheduler.events import EventLog
 from jaxpaged.scheduler.kv_manager import KVManager
+from jaxpaged.scheduler.running_set import RunningSet
 from jaxpaged.scheduler.scheduler_output import ScheduledSequence, SchedulerOutput
 from jaxpaged.scheduler.sequence_state import SeqState, Status
 from jaxpaged.scheduler.waiting_queue import WaitingQueue
@@ -29,36 +30,34 @@ class _Chunk:
 
 
 class StepPlanner:
-    """Keeps the running sequences and plans their steps.
+    """Plans the steps of the running sequences and admits queued ones.
 
     Args:
         config: budgets, policy and preemption mode.
         kv: pages and tables.
         waiting: the queue.
+        running: who runs.
         events: where changes are told.
 
     Attributes:
-        running: sequences with pages and a seat, in rank order.
-        seats_used: rows the running sequences may need.
-        num_steps, num_preemptions, num_cached_tokens: totals since start.
+        num_steps, num_cached_tokens: totals since start.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVManager, waiting: WaitingQueue, events: EventLog | None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv: KVManager, waiting: WaitingQueue, running: RunningSet, events: EventLog | None
+    ) -> None:
         self._config = config
         self._kv = kv
         self._waiting = waiting
+        self._running = running
         self._events = events
-        self.running: list[SeqState] = []
-        self.seats_used = 0
-        self.num_steps = self.num_preemptions = self.num_cached_tokens = 0
+        self.num_steps = self.num_cached_tokens = 0
         self._budget = 0
         self._promised = 0
         self._stalled = False
-        self._stale = False
         self._rows: list[ScheduledSequence | None] = []
         self._samples: list[tuple[int, int]] = []
         self._chunks: list[_Chunk] = []
-        self._preempted: list[int] = []
         self._behind: list[SeqState] = []
 
     # --- the plan ----------------------------------------------------------------------------------------------------
@@ -73,13 +72,14 @@ class StepPlanner:
         kv.begin_step()
         self._budget = self._config.max_num_batched_tokens
         self._promised, self._stalled = 0, False
-        self._rows, self._samples, self._chunks, self._preempted, self._behind = [], [], [], [], []
+        self._rows, self._samples, self._chunks, self._behind = [], [], [], []
+        self._running.preempted = []
         self._plan_running()
         newcomers: list[SeqState] = []
-        if self._budget > 0 and not self._stalled and not self._preempted and len(self._waiting):
+        if self._budget > 0 and not self._stalled and not self._running.preempted and len(self._waiting):
             newcomers = self._admit()
         elif self._stuck():
-            self._preempt_last()
+            self._running.preempt_last()
             newcomers = self._admit()
         forks = self._finish_chunks() if self._chunks else []
         if self._events is not None:
@@ -89,8 +89,7 @@ class StepPlanner:
         for state in forks:
             newcomers += self._fork_samples(state)
         if newcomers:
-            self.running += newcomers
-            self.running.sort(key=_rank)
+            self._running.join(newcomers)
         freed = kv.end_step()
         return SchedulerOutput(
             step=step,
@@ -100,11 +99,11 @@ class StepPlanner:
             restores=tuple(kv.restores),
             copies=tuple(kv.copies),
             freed_pages=freed,
-            preempted=tuple(self._preempted),
+            preempted=tuple(self._running.preempted),
         )
 
     def _plan_running(self) -> None:
-        running, kv, page_size = self.running, self._kv, self._config.page_size
+        running, kv, page_size = self._running.states, self._kv, self._config.page_size
         ref_cnt, rows, samples = kv.pool.ref_cnt, self._rows, self._samples
         new = tuple.__new__
         window = self._config.sliding_window
@@ -128,7 +127,7 @@ class StepPlanner:
             table = state.table
             size = len(table)
             if computed >= size * page_size or ref_cnt[table[-1]] > 1:
-                if not self._make_room(state, kv.pages_needed(state, total), index):
+                if not self._running.make_room(state, kv.pages_needed(state, total), index):
                     self._stalled = True
                     continue
                 kv.grow(state, total)
@@ -161,11 +160,11 @@ class StepPlanner:
         kv = self._kv
         end = total
         if total - computed > 1:
-            waiting = self.running[index:]
+            waiting = self._running.states[index:]
             others = len(self._waiting) > 0 or any(_lacks(other) > 1 for other in waiting)
             end = computed + self._share(total - computed, len(waiting), others)
         need = kv.pages_needed(state, end)
-        if not self._make_room(state, need, index):
+        if not self._running.make_room(state, need, index):
             end = min(end, kv.tokens_that_fit(state, kv.pool.num_available))
             if end <= computed:
                 self._stalled = True
@@ -236,74 +235,10 @@ class StepPlanner:
 
         That is a beam whose request lost a seat to a lower-ranked one: its siblings wait for it and it waits for the seat.
         """
-        if self._rows or not self.running or (head := self._waiting.head()) is None:
+        if self._rows or not self._running.states or (head := self._waiting.head()) is None:
             return False
-        idle = not any(state.seq.num_inflight_tokens for state in [head, *self.running])
-        return idle and head.rank < self.running[-1].rank and self.running[-1].owner is not head.owner
-
-    # --- changes between steps ---------------------------------------------------------------------------------------
-
-    def lose(self, state: SeqState) -> None:
-        """A running sequence ended: its seat is free at once, its place in the list at the next ``prune``."""
-        self.seats_used -= state.seats
-        self._stale = True
-
-    def gain(self, state: SeqState) -> None:
-        """A fork with pages starts to run."""
-        state.status = Status.RUNNING
-        self.seats_used += state.seats
-        self.running.append(state)
-        self.running.sort(key=_rank)
-
-    def split_seats(self, state: SeqState) -> None:
-        """The first beam gives back the seats it kept for the others."""
-        if state.status is Status.RUNNING:
-            self.seats_used -= state.seats - 1
-        state.seats = 1
-
-    def prune(self) -> None:
-        """Takes ended sequences out of the running list."""
-        if self._stale:
-            self.running = [state for state in self.running if state.status is Status.RUNNING]
-            self._stale = False
-
-    # --- making room -------------------------------------------------------------------------------------------------
-
-    def _make_room(self, state: SeqState, need: int, index: int) -> bool:
-        """Preempts from the end of ``running[index:]`` until ``need`` pages are available; False where that is not enough."""
-        pool, running = self._kv.pool, self.running
-        while pool.num_available < need:
-            if len(running) <= index or running[-1].owner is state.owner:
-                return False
-            self._preempt_last()
-        return True
-
-    def _preempt_last(self) -> None:
-        victim = self.running[-1]
-        mode = self._config.preemption_mode
-        live = [state for state in victim.owner.states if state.status is not Status.FINISHED]
-        group = [state for state in live if state.status is Status.RUNNING]
-        wants_swap = mode == "swap" or (mode == "auto" and len(live) > 1)
-        if wants_swap and self._kv.can_swap_out(group):
-            if self._events is not None:
-                self._tell_preempt(group, "swap")
-            self._kv.swap_out(group)
-            for state in group:
-                self._leave_running(state, Status.SWAPPED)
-            del self.running[-len(group) :]
-            return
-        if self._events is not None:
-            self._tell_preempt([victim], "recompute")
-        self._kv.release(victim, "preempt")
-        victim.seq.num_computed_tokens = 0
-        self._leave_running(victim, Status.WAITING)
-        self.running.pop()
-
-    def _leave_running(self, state: SeqState, status: Status) -> None:
-        self.seats_used -= state.seats
-        self.num_preemptions += 1
-        self._preempted.append(state.seq.seq_id)
-        self._waiting.push(state, status)
+        idle = not any(state.seq.num_inflight_tokens for state in [head, *self._running.states])
+        return idle and head.rank < self._running.states[-1].rank and self._running.states[-1].owner is not head.owner
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -318,12 +253,12 @@ class StepPlanner:
             if any(member.seq.num_inflight_tokens for member in group):
                 break
             seats = sum(member.seats for member in group)
-            if self.seats_used + seats > self._config.max_num_seqs:
+            if self._running.seats_used + seats > self._config.max_num_seqs:
                 break
             if group[0].status is Status.SWAPPED:
                 if kv.swap_in_need(group) + self._promised > kv.pool.num_available:
                     break
-                self._enter_running(group)
+                self._running.enter(group)
                 kv.swap_in(group)
             elif not self._admit_fresh(state):
                 break
@@ -362,7 +297,7 @@ class StepPlanner:
         need = kv.peak_pages(min(len(seq.token_ids) + 1, state.limit - 1)) - (shared if donor is not None else len(kept))
         if need + self._promised > pool.num_available - revived:
             return False
-        self._enter_running([state], cached=len(found) * page_size)
+        self._running.enter([state], cached=len(found) * page_size)
         if donor is not None:
             kv.fork(donor, state, shared * page_size, "fork")
         else:
@@ -373,37 +308,18 @@ class StepPlanner:
             self.num_cached_tokens += len(found) * page_size
         return True
 
-    def _enter_running(self, group: list[SeqState], cached: int = 0) -> None:
-        for state in group:
-            self._waiting.leave(state, Status.RUNNING)
-            self.seats_used += state.seats
-            if self._events is not None:
-                self._events.emit(
-                    "admit", request=state.owner.request.request_id, seq=state.seq.seq_id,
-                    prompt=state.seq.num_prompt_tokens, cached=cached,
-                )  # fmt: skip
-
     # --- events ------------------------------------------------------------------------------------------------------
-
-    def _tell_preempt(self, group: list[SeqState], why: str) -> None:
-        assert self._events is not None
-        for state in group:
-            self._events.emit("preempt", request=state.owner.request.request_id, seq=state.seq.seq_id, why=why)
 
     def _tell_step(self, newcomers: list[SeqState]) -> None:
         assert self._events is not None
-        usage = measure(self._kv, [*self.running, *newcomers])
+        usage = measure(self._kv, [*self._running.states, *newcomers])
         self._events.emit(
             "step",
             tokens=sum(row.num_tokens for row in self._rows if row is not None),
             used=usage.used, shared=usage.shared, cached=usage.cached, free=usage.free, wasted=usage.wasted,
-            running=len(self.running) + len(newcomers), waiting=len(self._waiting),
+            running=len(self._running.states) + len(newcomers), waiting=len(self._waiting),
             writes=[[row.seq_id, row.num_computed_tokens, row.num_tokens] for row in self._rows if row is not None],
         )  # fmt: skip
-
-
-def _rank(state: SeqState) -> tuple[int, int, int, int]:
-    return state.rank
 
 
 def _lacks(state: SeqState) -> int:

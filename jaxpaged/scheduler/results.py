@@ -6,7 +6,7 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduler.beam import Continuation
 from jaxpaged.scheduler.events import EventLog
 from jaxpaged.scheduler.kv_manager import KVManager
-from jaxpaged.scheduler.planner import StepPlanner
+from jaxpaged.scheduler.running_set import RunningSet
 from jaxpaged.scheduler.scheduler_output import SchedulerOutput, StepResult
 from jaxpaged.scheduler.sequence_state import RequestState, SeqState, Status
 from jaxpaged.scheduler.waiting_queue import WaitingQueue
@@ -21,7 +21,7 @@ class ResultApplier:
         config: policy and page size.
         kv: pages and tables.
         waiting: the queue.
-        planner: the running sequences.
+        running: who runs.
         events: where changes are told.
 
     Attributes:
@@ -31,12 +31,12 @@ class ResultApplier:
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv: KVManager, waiting: WaitingQueue, planner: StepPlanner, events: EventLog | None
+        self, config: SchedulerConfig, kv: KVManager, waiting: WaitingQueue, running: RunningSet, events: EventLog | None
     ) -> None:
         self._config = config
         self._kv = kv
         self._waiting = waiting
-        self._planner = planner
+        self._running = running
         self._events = events
         self.requests: dict[str, RequestState] = {}
         self.states: dict[int, SeqState] = {}
@@ -134,7 +134,7 @@ class ResultApplier:
         """Takes a sequence out of every book but its request's."""
         self._kv.release(state, why_free)
         if state.status is Status.RUNNING:
-            self._planner.lose(state)
+            self._running.lose(state)
         elif state.status in (Status.WAITING, Status.SWAPPED):
             self._waiting.leave(state, Status.FINISHED)
         state.status = Status.FINISHED
@@ -149,7 +149,7 @@ class ResultApplier:
             )
 
     def _prune_running(self) -> None:
-        self._planner.prune()
+        self._running.prune()
 
     # --- forks -------------------------------------------------------------------------------------------------------
 
@@ -163,12 +163,12 @@ class ResultApplier:
         shared = min(parent.seq.num_computed_tokens, len(child.seq.token_ids) - 1)
         if shared % page_size and parent.seq.num_computed_tokens >= (shared // page_size + 1) * page_size:
             shared -= shared % page_size
-        room = self._planner.seats_used < self._config.max_num_seqs
+        room = self._running.seats_used < self._config.max_num_seqs
         if parent.status is not Status.RUNNING or not room or shared == 0 or self._lost_to_window(parent, shared):
             self._waiting.push(child, Status.WAITING)
             return
         self._kv.fork(parent, child, shared, "request_fork")
-        self._planner.gain(child)
+        self._running.gain(child)
 
     def _lost_to_window(self, parent: SeqState, shared: int) -> bool:
         """Whether the parent gave back pages that a query at position ``shared`` still sees."""
@@ -218,15 +218,15 @@ class ResultApplier:
 
     def _fork_beam(self, parent: SeqState) -> SeqState:
         """A second child of a beam: its tokens, and its pages where it has any. The parent gets its own token later."""
-        owner, planner = parent.owner, self._planner
+        owner, running = parent.owner, self._running
         child = self.new_state(owner, 0, parent.seq.token_ids[:])
         child.seq.logprobs = parent.seq.logprobs[:]
         child.seq.num_cached_tokens = parent.seq.num_cached_tokens
         child.admitted = True
-        planner.split_seats(parent)
-        if parent.status is Status.RUNNING and planner.seats_used < self._config.max_num_seqs:
+        running.split_seats(parent)
+        if parent.status is Status.RUNNING and running.seats_used < self._config.max_num_seqs:
             self._kv.fork(parent, child, parent.seq.num_computed_tokens, "beam")
-            planner.gain(child)
+            running.gain(child)
         elif parent.status is Status.SWAPPED:
             self._kv.fork_swapped(parent, child)
             self._waiting.push(child, Status.SWAPPED)

@@ -21,6 +21,7 @@ from jaxpaged.scheduler.pins import PinnedPrefixes
 from jaxpaged.scheduler.planner import StepPlanner
 from jaxpaged.scheduler.prefix_index import extra_keys
 from jaxpaged.scheduler.results import ResultApplier
+from jaxpaged.scheduler.running_set import RunningSet
 from jaxpaged.scheduler.scheduler_output import SchedulerOutput, StepResult
 from jaxpaged.scheduler.sequence_state import RequestState, Status
 from jaxpaged.scheduler.waiting_queue import WaitingQueue
@@ -39,8 +40,9 @@ class Scheduler:
         self._events = events
         self._kv = KVManager(config, events)
         self._waiting = WaitingQueue()
-        self._planner = StepPlanner(config, self._kv, self._waiting, events)
-        self._results = ResultApplier(config, self._kv, self._waiting, self._planner, events)
+        self._running = RunningSet(config, self._kv, self._waiting, events)
+        self._planner = StepPlanner(config, self._kv, self._waiting, self._running, events)
+        self._results = ResultApplier(config, self._kv, self._waiting, self._running, events)
         self._pins = PinnedPrefixes(config, self._kv)
         self._requests: dict[str, RequestState] = self._results.requests
         self._num_added = 0
@@ -298,10 +300,10 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """A snapshot of queues and pool, and totals since start."""
-        planner, kv = self._planner, self._kv
-        usage = audit.measure(kv, planner.running)
+        planner, running, kv = self._planner, self._running, self._kv
+        usage = audit.measure(kv, running.states)
         return EngineStats(
-            num_running_seqs=len(planner.running),
+            num_running_seqs=len(running.states),
             num_waiting_seqs=self._waiting.num_waiting,
             num_swapped_seqs=self._waiting.num_swapped,
             num_pages=kv.pool.usable,
@@ -312,7 +314,7 @@ class Scheduler:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=planner.num_cached_tokens,
             num_generated_tokens=self._results.num_generated_tokens,
-            num_preemptions=planner.num_preemptions,
+            num_preemptions=running.num_preemptions,
             num_page_copies=kv.num_copies,
             num_swapped_out_pages=kv.num_swapped_out,
             num_swapped_in_pages=kv.num_swapped_in,
@@ -338,12 +340,12 @@ class Scheduler:
         states = list(self._results.states.values())
         audit.check(self._kv, states)
         running = [state for state in states if state.status is Status.RUNNING]
-        if sorted(state.rank for state in running) != [state.rank for state in self._planner.running]:
+        if sorted(state.rank for state in running) != [state.rank for state in self._running.states]:
             raise InvariantError("the running list is not the running sequences in rank order")
-        if sum(state.seats for state in running) != self._planner.seats_used:
-            raise InvariantError(f"seats used: counted {self._planner.seats_used}, are {sum(s.seats for s in running)}")
-        if self._planner.seats_used > self._config.max_num_seqs:
-            raise InvariantError(f"{self._planner.seats_used} seats used of {self._config.max_num_seqs}")
+        if sum(state.seats for state in running) != self._running.seats_used:
+            raise InvariantError(f"seats used: counted {self._running.seats_used}, are {sum(s.seats for s in running)}")
+        if self._running.seats_used > self._config.max_num_seqs:
+            raise InvariantError(f"{self._running.seats_used} seats used of {self._config.max_num_seqs}")
         queued = [state for state in states if state.status in (Status.WAITING, Status.SWAPPED)]
         ready = {state.seq.seq_id for state in queued if not (state.hold and state.status is Status.WAITING)}
         if self._waiting.queued() != ready or len(queued) != len(self._waiting):

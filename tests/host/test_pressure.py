@@ -78,7 +78,7 @@ def test_preempting_at_any_length_leaks_nothing():
         victim = harness.add(request("victim", prompt, params(20)))
         while len(victim.sequences[0].generated_token_ids) < generated:
             harness.step()
-        harness.scheduler._planner._preempt_last()
+        harness.scheduler._running.preempt_last()
         harness.scheduler.check_integrity()
         assert harness.table(victim) == []
         harness.scheduler.abort("victim")
@@ -192,7 +192,7 @@ def test_samples_share_their_prompt_again_after_recompute(pages):
     harness.step()
     harness.step()
     for _ in range(3):
-        harness.scheduler._planner._preempt_last()
+        harness.scheduler._running.preempt_last()
     assert harness.scheduler.stats().num_used_pages == 0
     most = 0
     while not young.finished:
