@@ -82,16 +82,14 @@ def jobs_for(target: str, quick: bool) -> list[Job]:
         few = [("decode", "32/8x128", "bfloat16"), ("decode", "32/8x128", "int8"), ("write", "32/8x128", "int8")]
         few += [("mixed", "9/3x64", "bfloat16"), ("copy", "32/8x128", "int8")] if target != "v6e" else []
         return [job(op, platform, heads, dtype) for op, heads, dtype in few]
-    jobs = [job("decode", platform, heads, dtype) for heads in HEADS for dtype in ("bfloat16", "int8", "float8_e4m3fn")]
-    jobs += [job("decode", platform, "32/8x128", "float32"), job("decode", platform, "32/8x128", "float8_e5m2")]
-    jobs += [job("decode", platform, "32/8x128", dtype, "tensor") for dtype in ("int8", "float8_e4m3fn")]
-    jobs += [job("mixed", platform, heads, "bfloat16") for heads in ("32/8x128", "9/3x64", "16/2x256", "32/8x80")]
-    jobs += [job("mixed", platform, "32/8x128", "int8")]
-    jobs += [
-        job("write", platform, heads, dtype) for heads in ("32/8x128", "9/3x64", "8/1x128") for dtype in ("bfloat16", "int8")
-    ]
-    jobs += [job("write", platform, "32/8x128", "float8_e4m3fn", "tensor"), job("write_many", platform, "32/8x128", "int8")]
-    return jobs + [job(op, platform, "32/8x128", dtype) for op in ("copy", "swap") for dtype in ("bfloat16", "int8")]
+    main = "32/8x128"
+    jobs = [job("decode", platform, heads, "bfloat16") for heads in HEADS]
+    jobs += [job("decode", platform, main, dtype) for dtype in ("int8", "float8_e4m3fn", "float32")]
+    jobs += [job("decode", platform, "9/3x64", "int8"), job("decode", platform, main, "int8", "tensor")]
+    jobs += [job("mixed", platform, heads, "bfloat16") for heads in (main, "9/3x64")] + [job("mixed", platform, main, "int8")]
+    jobs += [job("write", platform, main, dtype) for dtype in ("bfloat16", "int8")] + [job("write", platform, "9/3x64", "int8")]
+    jobs += [job("write", platform, main, "float8_e4m3fn", "tensor"), job("write_many", platform, main, "int8")]
+    return jobs + [job(op, platform, main, "int8") for op in ("copy", "swap")]
 
 
 def step_jobs(target: str) -> list[Job]:

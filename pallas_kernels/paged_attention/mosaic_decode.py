@@ -100,6 +100,8 @@ def decode(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
+            disable_bounds_checks=True,
+            disable_semaphore_checks=True,
             vmem_limit_bytes=common.check_vmem("paged_attention", needed, tiles),
         ),
         interpret=interpret,
@@ -142,6 +144,7 @@ def _kernel(refs, pool, options, lanes, kv_tile, fetch, num_rows, operand, retur
     first, last = blocks(low, high)
     following = jnp.minimum(row + CORES, num_rows - 1)
     more = row + CORES < num_rows
+    first_following = blocks(*span(following))[0]
 
     @pl.when(step == 0)
     def _():
@@ -153,14 +156,14 @@ def _kernel(refs, pool, options, lanes, kv_tile, fetch, num_rows, operand, retur
     l_ref[...] = jnp.zeros_like(l_ref)
     acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    def prefetch_row(slot):
-        start(following, blocks(*span(following))[0], slot)
-
     def body(block, carry):
         slot = (slot0 + block - first) % 2
         at_end = block == last - 1
-        pl.when(jnp.logical_not(at_end))(lambda: start(row, block + 1, 1 - slot))
-        pl.when(jnp.logical_and(at_end, more))(lambda: prefetch_row(1 - slot))
+
+        @pl.when(jnp.logical_or(jnp.logical_not(at_end), more))  # the next block's pages, of this row or the next one
+        def _():
+            start(jnp.where(at_end, following, row), jnp.where(at_end, first_following, block + 1), 1 - slot)
+
         fetcher.wait(block, low, high, slot)
         base = block * fetch
         if fetch == kv_tile:
@@ -198,7 +201,7 @@ def _kernel(refs, pool, options, lanes, kv_tile, fetch, num_rows, operand, retur
             common.softmax_step(scores, seen, v, v_scale, operand, m_ref, l_ref, acc_ref, h)
 
     lax.fori_loop(first, last, body, 0)
-    pl.when(jnp.logical_and(last == first, more))(lambda: prefetch_row(slot0))
+    pl.when(jnp.logical_and(last == first, more))(lambda: start(following, first_following, slot0))
     state[0] = (slot0 + last - first) % 2
     for h in range(spec.num_kv_heads):
         sink = None if sinks is None else sinks[h]

@@ -112,6 +112,8 @@ def ragged(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
+            disable_bounds_checks=True,
+            disable_semaphore_checks=True,
             vmem_limit_bytes=common.check_vmem("paged_attention", needed, tiles),
         ),
         interpret=interpret,
@@ -174,6 +176,7 @@ def _kernel(refs, pool, options, lanes, kv_tile, fetch, window_tokens, operand, 
     first, last = blocks(step)
     following = jnp.minimum(step + 1, steps - 1)
     more = step + 1 < steps
+    first_following = blocks(following)[0]
 
     @pl.when(step == 0)
     def _():
@@ -200,14 +203,14 @@ def _kernel(refs, pool, options, lanes, kv_tile, fetch, window_tokens, operand, 
 
     lax.fori_loop(0, spec.num_kv_heads, reset, 0)
 
-    def prefetch_tile(slot):
-        start(following, blocks(following)[0], slot)
-
     def body(block, carry):
         slot = (slot0 + block - first) % 2
         at_end = block == last - 1
-        pl.when(jnp.logical_not(at_end))(lambda: start(step, block + 1, 1 - slot))
-        pl.when(jnp.logical_and(at_end, more))(lambda: prefetch_tile(1 - slot))
+
+        @pl.when(jnp.logical_or(jnp.logical_not(at_end), more))  # the next block's pages, of this tile or the next one
+        def _():
+            start(jnp.where(at_end, following, step), jnp.where(at_end, first_following, block + 1), 1 - slot)
+
         fetcher.wait(block, low, high, slot)
         base = block * fetch
         t_begin = lax.div(jnp.maximum(low - base, 0), kv_tile)
@@ -257,7 +260,7 @@ def _kernel(refs, pool, options, lanes, kv_tile, fetch, window_tokens, operand, 
         common.for_each_head(lanes, head)
 
     lax.fori_loop(first, last, body, 0)
-    pl.when(jnp.logical_and(last == first, more))(lambda: prefetch_tile(slot0))
+    pl.when(jnp.logical_and(last == first, more))(lambda: start(following, first_following, slot0))
     state[0] = (slot0 + last - first) % 2
 
     @pl.when(count > 0)
