@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -82,7 +83,7 @@ def compile_here(target: Target, dev, name: str, fn, args, donate=()) -> tuple[C
     with described(target, dev):
         executable = jax.jit(fn, donate_argnums=donate).lower(*args).compile()
     seconds = time.perf_counter() - start
-    memory = executable.memory_analysis()
+    memory: Any = executable.memory_analysis()
     hlo = executable.as_text() or ""
     sizes = [int(np.prod(x.shape)) * x.dtype.itemsize for i in donate for x in jax.tree.leaves(args[i])]
     return (

@@ -108,10 +108,15 @@ def _run(layers: int, count: int, wanted, copy, sem) -> None:
     """Starts, then waits for, ``copy(layer, i) -> (source, destination)`` of every layer and every ``i`` with ``wanted(i)``."""
 
     def each(act):
+        def move(layer, i, carry):
+            source, target = copy(layer, i)
+            act(pltpu.make_async_copy(source, target, sem))
+            return carry
+
         def one(i, carry):
             @pl.when(wanted(i))
             def _():
-                lax.fori_loop(0, layers, lambda layer, c: (act(pltpu.make_async_copy(*copy(layer, i), sem)), c)[1], 0)
+                lax.fori_loop(0, layers, lambda layer, carry: move(layer, i, carry), 0)
 
             return carry
 
