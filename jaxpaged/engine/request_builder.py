@@ -102,9 +102,11 @@ class RequestBuilder:
     def _check_params(self, params: SamplingParams | BeamSearchParams, eos: frozenset[int]) -> None:
         vocab = self._model.vocab_size
         if isinstance(params, BeamSearchParams):
-            need, most = num_candidates(params.beam_width, len(eos)), min(MAX_TOP, vocab)
-            if need > most:
-                raise InvalidRequestError(f"beam_width: got {params.beam_width}, which needs {need} candidates; at most {most}")
+            need = min(num_candidates(params.beam_width, len(eos)), vocab)  # all tokens are enough for any width
+            if need > MAX_TOP:
+                raise InvalidRequestError(
+                    f"beam_width: got {params.beam_width}, which needs {need} candidates; at most {MAX_TOP}"
+                )
             return
         for token in params.stop_token_ids:
             if token >= vocab:

@@ -127,6 +127,12 @@ def write_tiny(
     return write_hf(directory, config, tensors, dtype=dtype, num_shards=num_shards, generation_config=generation_config)
 
 
+def write_mistral(directory: str | Path, *, window: int, **overrides: Any) -> Path:
+    """Write TINY as a Mistral with a sliding window of ``window`` tokens."""
+    fields = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    return write_tiny(directory, **(fields | overrides))
+
+
 def _split(names: Sequence[str], parts: int) -> list[Sequence[str]]:
     bounds = [len(names) * i // parts for i in range(parts + 1)]
     return [names[a:b] for a, b in itertools.pairwise(bounds)]
