@@ -12,7 +12,7 @@ import numpy as np
 import pallas_kernels as pk
 
 IMPLEMENTATION = {"gpu": "triton", "tpu": "mosaic_tpu"}
-QUERY_TILE = {"gpu": 64, "tpu": 128}
+QUERY_TILE = {"gpu": 64, "tpu": 128}  # v4 has a sixteenth of the vector memory of v5e and takes 64
 LAYERS, PAGES = 4, 2048
 
 
@@ -31,19 +31,19 @@ def _spec(heads, dtype: str, page_size: int, quant: str | None) -> pk.PoolSpec:
     return pk.PoolSpec(LAYERS, PAGES, page_size, heads[1], heads[2], dtype, quant)
 
 
-def _plan(platform: str, spec: pk.PoolSpec, rows: int, tokens: int | None, context: int):
+def _plan(platform: str, spec: pk.PoolSpec, rows: int, tokens: int | None, context: int, query_tile: int | None = None):
     pages = context // spec.page_size
     shape = pk.PlanShape(tokens or rows, rows, pages, decode_only=tokens is None)
     ones = np.ones(rows, np.int32)
     tables = np.zeros((rows, pages), np.int32)
-    made = pk.plan(ones, ones, tables, spec=spec, target=platform, shape=shape, query_tile=QUERY_TILE[platform])
+    made = pk.plan(ones, ones, tables, spec=spec, target=platform, shape=shape, query_tile=query_tile or QUERY_TILE[platform])
     return shapes(made)
 
 
-def attention(platform, heads, dtype, page_size, quant=None, rows=64, tokens=None, context=2048, window=None):
+def attention(platform, heads, dtype, page_size, quant=None, rows=64, tokens=None, context=2048, window=None, query_tile=None):
     """``paged_attention`` with a traced layer: a decode step, or with ``tokens`` a mixed one."""
     spec = _spec(heads, dtype, page_size, quant)
-    plan = _plan(platform, spec, rows, tokens, context)
+    plan = _plan(platform, spec, rows, tokens, context, query_tile)
     q = jax.ShapeDtypeStruct((plan.shape.num_tokens, heads[0], heads[2]), jnp.float32 if dtype == "float32" else jnp.bfloat16)
     one = jax.ShapeDtypeStruct((), jnp.float32) if quant == "tensor" else None
 

@@ -34,10 +34,10 @@ HEADS = {
     "32/8x80": (32, 8, 80),
 }
 STEPS = {  # model, context, per target: what fits beside the weights
-    "v5p": ("llama-3-8b", 2048),
+    "v5p": ("llama-3-8b", 4096),
     "v6e": ("llama-3-8b", 1024),
-    "h200": ("llama-3-8b", 2048),
-    "v5e": ("llama-3.2-3b", 512),
+    "h200": ("llama-3-8b", 4096),
+    "v5e": ("llama-3.2-3b", 1024),
 }
 QUICK = ("v5e", "v6e", "h200")
 CONTEXT, ROWS, KV_TILE = 2048, 64, 512
@@ -86,7 +86,9 @@ def jobs_for(target: str, quick: bool) -> list[Job]:
     jobs = [job("decode", platform, heads, "bfloat16") for heads in HEADS]
     jobs += [job("decode", platform, main, dtype) for dtype in ("int8", "float8_e4m3fn", "float32")]
     jobs += [job("decode", platform, "9/3x64", "int8"), job("decode", platform, main, "int8", "tensor")]
-    jobs += [job("mixed", platform, heads, "bfloat16") for heads in (main, "9/3x64")] + [job("mixed", platform, main, "int8")]
+    small = {"query_tile": 64} if target == "v4" else {}
+    mixed = [(main, "bfloat16"), ("9/3x64", "bfloat16"), (main, "int8")]
+    jobs += [job("mixed", platform, heads, dtype, **small) for heads, dtype in mixed]
     jobs += [job("write", platform, main, dtype) for dtype in ("bfloat16", "int8")] + [job("write", platform, "9/3x64", "int8")]
     jobs += [job("write", platform, main, "float8_e4m3fn", "tensor"), job("write_many", platform, main, "int8")]
     return jobs + [job(op, platform, main, "int8") for op in ("copy", "swap")]

@@ -99,7 +99,8 @@ def ragged(
         pltpu.SemaphoreType.DMA((2, 2)),
     ]
     needed = 2 * fetch * (spec.row_elements * spec.itemsize + (8 * 4 * heads if pool.scales is not None else 0))
-    needed += heads * tall * (12 * lanes.width + 16 * common.LANES) + 3 * tall * kv_tile * 4
+    needed += heads * tall * (12 * lanes.width + (16 if return_lse else 8) * common.LANES)
+    needed += 3 * 4 * (CHUNK if tall % CHUNK == 0 else tall) * kv_tile
     results = pl.pallas_call(
         lambda *refs: _kernel(refs, pool, options, lanes, kv_tile, fetch, window_tokens, operand, return_lse),
         out_shape=out_shape,
