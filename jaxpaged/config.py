@@ -67,7 +67,13 @@ class SchedulerConfig:
     kv_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name, low in (("page_size", 1), ("num_pages", 2), ("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_model_len", 1)):
+        for name, low in (
+            ("page_size", 1),
+            ("num_pages", 2),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("max_model_len", 1),
+        ):
             _at_least(name, getattr(self, name), low)
         _at_least("num_host_pages", self.num_host_pages, 0)
         _at_least("sliding_window", self.sliding_window, 1, optional=True)
@@ -145,7 +151,9 @@ class EngineConfig:
             _at_least(name, getattr(self, name), 1)
         _at_least("seed", self.seed, 0)
         fraction = self.memory_fraction
-        if fraction is not None and (isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1):
+        if fraction is not None and (
+            isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1
+        ):
             raise ConfigError(f"memory_fraction: got {fraction!r}, wants a number in (0, 1]")
         if isinstance(self.swap_space, bool) or not isinstance(self.swap_space, (int, float)) or not 0 <= self.swap_space < 1e6:
             raise ConfigError(f"swap_space: got {self.swap_space!r}, wants GiB >= 0")
@@ -182,7 +190,11 @@ def from_mapping(cls: type[T], fields: dict[str, Any], *, where: str) -> T:
             near = difflib.get_close_matches(str(key), known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{where}.{key}: unknown key{hint} (valid: {', '.join(known)})")
-    missing = [n for n, f in known.items() if n not in fields and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    missing = [
+        n
+        for n, f in known.items()
+        if n not in fields and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
     if missing:
         raise ConfigError(f"{where}: missing {', '.join(missing)}")
     return cls(**fields)
@@ -190,9 +202,10 @@ def from_mapping(cls: type[T], fields: dict[str, Any], *, where: str) -> T:
 
 def field_types(cls: type) -> dict[str, type]:
     """Maps each field of a config dataclass to its plain type (``int | None`` -> ``int``), for command-line flags."""
-    plain = {}
-    for name, hint in typing.get_type_hints(cls).items():
+
+    def plain(hint):
         if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-            hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
-        plain[name] = hint
-    return plain
+            return next(arg for arg in typing.get_args(hint) if arg is not type(None))
+        return hint
+
+    return {name: plain(hint) for name, hint in typing.get_type_hints(cls).items()}

@@ -75,7 +75,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        set_ = lambda name, value: object.__setattr__(self, name, value)
         _integer("n", self.n, "an integer >= 1", 1)
         if self.best_of is not None:
             _integer("best_of", self.best_of, f"an integer >= n ({self.n}), or None", self.n)
@@ -130,7 +130,9 @@ class SamplingParams:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise InvalidRequestError(f"{where}.{key}: unknown or unsupported sampling parameter{hint} (valid: {', '.join(known)})")
+                raise InvalidRequestError(
+                    f"{where}.{key}: unknown or unsupported sampling parameter{hint} (valid: {', '.join(known)})"
+                )
         return cls(**fields)
 
 

@@ -39,7 +39,9 @@ class Engine:
 
     Attributes:
         config: as given.
-        model_config: the model's hyper-parameters.
+        checkpoint: the opened model.
+        model_config: its hyper-parameters.
+        runner: the device side.
         tokenizer: the model's, or None.
         platform: the resolved dtypes, kernels and page size.
         max_model_len: most tokens of one sequence.
@@ -55,12 +57,12 @@ class Engine:
         self.config = config
         _set_compilation_cache(config)
         self.ledger = CompileLedger()
-        self._checkpoint = open_checkpoint(config.model, tokenizer=config.tokenizer, revision=config.revision)
-        self.model_config = self._checkpoint.config
-        self.tokenizer: Tokenizer | None = self._checkpoint.tokenizer()
+        self.checkpoint = open_checkpoint(config.model, tokenizer=config.tokenizer, revision=config.revision)
+        self.model_config = self.checkpoint.config
+        self.tokenizer: Tokenizer | None = self.checkpoint.tokenizer()
         self.platform = platforms.resolve(config, self.model_config)
         self.max_model_len = self._max_model_len()
-        model = load_model(self._checkpoint, self.platform.dtype, scan_layers=self.platform.scan_layers, progress=progress)
+        model = load_model(self.checkpoint, self.platform.dtype, scan_layers=self.platform.scan_layers, progress=progress)
 
         spec_of_one = self._spec(2)
         pages = platforms.pool_pages(config, self.model_config, self.platform, spec_of_one.bytes_per_page)
@@ -136,7 +138,7 @@ class Engine:
             preemption_mode=config.preemption_mode,  # type: ignore[arg-type]
             offload_cached_pages=config.offload_cached_pages,
             sliding_window=self.model_config.sliding_window,
-            kv_dtype=f"{self._checkpoint.config.architecture}/{self.platform.kv_dtype}",
+            kv_dtype=f"{self.checkpoint.config.architecture}/{self.platform.kv_dtype}",
         )
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -265,7 +267,7 @@ class Engine:
 
     def fingerprint(self) -> str:
         """Identity of the weights, for a job's manifest."""
-        return self._checkpoint.fingerprint()
+        return self.checkpoint.fingerprint()
 
     def check_integrity(self) -> None:
         """Compares all of the scheduler's books.

@@ -56,6 +56,9 @@ class ModelRunner:
         num_host_pages: size of the host pool for swapped and offloaded pages.
         valid_vocab: tokens the tokenizer knows, or None.
         debug: poison freed pages.
+
+    Attributes:
+        spec: the pool's format.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class ModelRunner:
         debug: bool = False,
     ):
         self._model = model
-        self._spec = spec
+        self.spec = spec
         self._backend = backend
         self._buckets = buckets
         self._builder = builder
@@ -140,12 +143,15 @@ class ModelRunner:
         Raises:
             InvariantError: a page id outside the pool.
         """
+        inputs, shape = self._builder.build(output, find)
+        return self.run(output, shape, pack(inputs), wants_top=bool(inputs.sampling.flags[2]))
+
+    def run(self, output: SchedulerOutput, shape: StepShape, flat: np.ndarray, *, wants_top: bool) -> PendingStep:
+        """Starts a step whose inputs are built and packed; see ``dispatch``."""
         self._check_ids(output)
         self._move_pages(output)
-        inputs, shape = self._builder.build(output, find)
-        wants_top = bool(inputs.sampling.flags[2])
         with self._ledger.watch("execute_step", str(shape), "first use"):
-            return PendingStep(output, self._run(shape, pack(inputs)), wants_top)
+            return PendingStep(output, self._run(shape, flat), wants_top)
 
     def resolve(self, pending: PendingStep) -> StepResult:
         """Waits for a step and brings what it sampled to the host."""
@@ -161,7 +167,7 @@ class ModelRunner:
         return StepResult(token_ids[:count].tolist(), logprobs[:count].tolist(), top_ids, top_logprobs, finite[:count].tolist())
 
     def _check_ids(self, output: SchedulerOutput) -> None:
-        high = self._spec.num_pages
+        high = self.spec.num_pages
         moved = [p for pair in output.copies for p in pair] + [d for d, _ in output.saves] + [d for _, d in output.restores]
         for pages in (*(s.page_ids for s in output.scheduled), moved):
             if pages and not (min(pages) >= 0 and max(pages) < high):

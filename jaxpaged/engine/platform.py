@@ -113,7 +113,7 @@ def available_bytes(platform: str) -> tuple[int, int]:
 
 
 def activation_bytes(model: ModelConfig, dtype_bytes: int, num_tokens: int, num_samples: int) -> int:
-    """An upper estimate of a step's temporaries: hidden states, the widest projection, attention partials and float32 logits."""
+    """An upper estimate of a step's temporaries: hidden states, the widest projection, float32 logits, and a reserve."""
     widest = max(3 * model.intermediate_size, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
     per_token = (4 * model.hidden_size + widest) * max(dtype_bytes, 4)
     return num_tokens * per_token + 4 * num_samples * model.vocab_size * 4 + _RESERVED_BYTES

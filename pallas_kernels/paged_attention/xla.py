@@ -13,17 +13,34 @@ from jax import lax
 
 from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.plan import AttentionPlan
-from pallas_kernels.pool import KVPool, from_storage
+from pallas_kernels.pool import KVPool, PoolSpec, from_storage
 
-NEG = -1e30  # stands for -inf in running maxima, so that differences of two of them are finite
+MASKED = -1e30  # a masked score
+EMPTY = -1e20  # the running maximum before any score: far above MASKED, so that masked probabilities are exactly 0
+ROW_GROUP = 8  # decode rows that run together: their block of K and V stays in a core's cache
 
 
 def _block_pages(page_size: int, tokens: int) -> int:
     return max(1, tokens // page_size)
 
 
+def _head_rows(ids: jax.Array, spec: PoolSpec) -> jax.Array:
+    """Where the K of every token and head lies in the pool seen as rows of ``H`` lanes; its V is the next row.
+
+    Args:
+        ids: ``[R, pages]`` page ids, layer included.
+
+    Returns:
+        int32 ``[R, K, B]``.
+    """
+    kv_heads, page_size = spec.num_kv_heads, spec.page_size
+    token = ids[:, :, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
+    token = token.reshape(ids.shape[0], 1, -1)
+    return (token * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]) * 2
+
+
 def _gather_block(pool: KVPool, plan: AttentionPlan, layer, rows, lens, block, pages: int):
-    """K, V ``[R, B, K, H]`` and their scales ``[R, K, B]`` (or None) of one block of ``pages`` pages for each row.
+    """K, V ``[R, K, B, H]`` and their scales ``[2, R, K, B]`` (or None) of one block of ``pages`` pages for each row.
 
     Page entries behind a row's length are replaced by the scratch page before they are used.
     """
@@ -32,92 +49,103 @@ def _gather_block(pool: KVPool, plan: AttentionPlan, layer, rows, lens, block, p
     live = index * spec.page_size < lens[:, None]
     where = jnp.where(live, plan.page_indptr[rows][:, None] + index, 0)
     ids = jnp.where(live, plan.page_ids[where], 0) + layer * spec.num_pages
-    data = from_storage(pool.data.at[ids].get(mode="promise_in_bounds"), spec)
-    count = pages * spec.page_size
-    data = data.reshape(ids.shape[0], count, spec.num_kv_heads, 2, spec.head_dim)
     scales = None
     if pool.scales is not None:
         scales = pool.scales.at[ids].get(mode="promise_in_bounds")
         scales = scales.reshape(ids.shape[0], pages, spec.num_kv_heads, 2, spec.page_size)
-        scales = scales.transpose(3, 0, 2, 1, 4).reshape(2, ids.shape[0], spec.num_kv_heads, count)
-    return data[:, :, :, 0], data[:, :, :, 1], scales
+        scales = scales.transpose(3, 0, 2, 1, 4).reshape(2, ids.shape[0], spec.num_kv_heads, pages * spec.page_size)
+    where = _head_rows(ids, spec)
+    heads = pool.data.reshape(-1, spec.head_dim)
+    k, v = (heads.at[at].get(mode="promise_in_bounds") for at in (where, where + 1))
+    return from_storage(k, spec), from_storage(v, spec), scales
 
 
-def _online_block(state, q, k, v, scales, q_pos, lens, base, options: AttentionOptions):
+def _online_block(state, q, k, v, scales, q_pos, lens, base, options: AttentionOptions, decode: bool):
     """One step of the online softmax.
 
     Args:
-        state: (m, den, acc): running maximum and sum ``[R, K, Q, G]``, accumulator ``[R, K, Q, G, H]``, float32.
-        q: ``[R, Q, K, G, H]``; k, v: ``[R, B, K, H]``; scales as ``_gather_block`` gives them.
+        state: (m, den, acc): running maximum and sum ``[R, K, M]``, accumulator ``[R, K, M, H]``, float32; ``M = Q * G``.
+        q: ``[R, K, M, H]``; k, v: ``[R, K, B, H]``; scales as ``_gather_block`` gives them.
         q_pos: ``[R, Q]`` positions; lens: ``[R]``; base: ``[]`` position of the block's first key.
     """
     m, den, acc = state
-    slots = k.shape[1]
     compute = q.dtype
-    k_pos = base + jnp.arange(slots)
+    group = q.shape[2] // q_pos.shape[1]
+    k_pos = base + jnp.arange(k.shape[2])
     live = k_pos[None, :] < lens[:, None]  # [R, B]
-    s = jnp.einsum("rqkgh,rbkh->rkqgb", q, k.astype(compute), preferred_element_type=jnp.float32)
+    if decode:  # few query rows: keys as the long side of the product
+        s = jnp.einsum("rkbh,rkmh->rkbm", k.astype(compute), q, preferred_element_type=jnp.float32).swapaxes(2, 3)
+    else:
+        s = jnp.einsum("rkmh,rkbh->rkmb", q, k.astype(compute), preferred_element_type=jnp.float32)
     if scales is not None:
-        s = s * jnp.where(live[:, None], scales[0], 0.0)[:, :, None, None]
+        s = s * jnp.where(live[:, None], scales[0], 0.0)[:, :, None]
     s = s * options.sm_scale
     if options.k_scale is not None:
         s = s * options.k_scale
     if options.soft_cap is not None:
         s = options.soft_cap * jnp.tanh(s / options.soft_cap)
-    distance = q_pos[:, :, None] - k_pos[None, None, :]  # [R, Q, B]
+    distance = jnp.repeat(q_pos, group, axis=1)[:, :, None] - k_pos[None, None, :]  # [R, M, B]
     if options.alibi_slopes is not None:
-        slopes = options.alibi_slopes.reshape(k.shape[2], -1)  # [K, G]
-        s = s - slopes[None, :, None, :, None] * distance[:, None, :, None, :]
+        slopes = jnp.tile(options.alibi_slopes.reshape(k.shape[1], group), (1, q_pos.shape[1]))  # [K, M]
+        s = s - slopes[None, :, :, None] * distance[:, None]
     seen = live[:, None, :]
-    if options.causal:
+    if options.causal and not decode:  # a decode row's query stands at its last key
         seen = seen & (distance >= 0)
     if options.sliding_window is not None:
         seen = seen & (distance < options.sliding_window)
-    seen = seen[:, None, :, None, :]
-    s = jnp.where(seen, s, NEG)
+    s = jnp.where(seen[:, None], s, MASKED)
     m_new = jnp.maximum(m, s.max(-1))
-    p = jnp.where(seen, jnp.exp(s - m_new[..., None]), 0.0)
+    p = jnp.exp(s - m_new[..., None])
     alpha = jnp.exp(m - m_new)
     den = den * alpha + p.sum(-1)
     if scales is not None:
-        p = p * jnp.where(live[:, None], scales[1], 0.0)[:, :, None, None]
-    v = jnp.where(live[:, :, None, None], v.astype(compute), jnp.zeros((), compute))
-    pv = jnp.einsum("rkqgb,rbkh->rkqgh", p.astype(compute), v, preferred_element_type=jnp.float32)
+        p = p * jnp.where(live[:, None], scales[1], 0.0)[:, :, None]
+    v = jnp.where(live[:, None, :, None], v.astype(compute), jnp.zeros((), compute))
+    pv = jnp.einsum("rkmb,rkbh->rkmh", p.astype(compute), v, preferred_element_type=jnp.float32)
     return m_new, den, acc * alpha[..., None] + pv
 
 
 def _finish(state, options: AttentionOptions):
-    """Output ``[R, Q, K, G, H]`` and log-sum-exp ``[R, Q, K, G]`` in float32; empty rows give 0 and -inf."""
+    """Output ``[R, K, M, H]`` and log-sum-exp ``[R, K, M]`` in float32; rows that saw no key give 0 and -inf."""
     m, den, acc = state
     if options.sinks is not None:
-        sinks = options.sinks.reshape(1, m.shape[1], 1, -1)
+        kv_heads, width = m.shape[1], m.shape[2]
+        sinks = options.sinks.reshape(kv_heads, -1)
+        sinks = jnp.tile(sinks, (1, width // sinks.shape[1]))[None]
         top = jnp.maximum(m, sinks)
         scale = jnp.exp(m - top)
-        den = den * scale + jnp.exp(sinks - top)
+        den = jnp.where(den > 0, den * scale + jnp.exp(sinks - top), 0.0)
         acc = acc * scale[..., None]
         m = top
-    out = jnp.where(den[..., None] > 0, acc / jnp.where(den > 0, den, 1.0)[..., None], 0.0)
-    lse = jnp.where(den > 0, m + jnp.log(jnp.where(den > 0, den, 1.0)), -jnp.inf)
+    safe = jnp.where(den > 0, den, 1.0)
+    out = jnp.where(den[..., None] > 0, acc / safe[..., None], 0.0)
+    lse = jnp.where(den > 0, m + jnp.log(safe), -jnp.inf)
     if options.v_scale is not None:
         out = out * options.v_scale
-    return out.transpose(0, 2, 1, 3, 4), lse.transpose(0, 2, 1, 3)
+    return out, lse
 
 
-def _attend(q, pool: KVPool, plan: AttentionPlan, layer, rows, q_pos, lens, first, last, options: AttentionOptions, pages: int):
-    """Attention of ``q [R, Q, N, H]`` (rows ``rows [R]``, positions ``q_pos [R, Q]``) over blocks ``first .. last - 1``."""
+def _attend(q, pool: KVPool, plan: AttentionPlan, layer, rows, q_pos, lens, blocks, options: AttentionOptions, pages: int):
+    """Attention of ``q [R, Q, N, H]`` (rows ``rows [R]``, positions ``q_pos [R, Q]``) over a range of blocks.
+
+    Returns:
+        ``(out [R, Q, N, H], lse [R, Q, N])`` in float32.
+    """
     spec = pool.spec
     count, tile, heads, dim = q.shape
-    group = heads // spec.num_kv_heads
-    q = q.reshape(count, tile, spec.num_kv_heads, group, dim)
-    shape = (count, spec.num_kv_heads, tile, group)
-    state = (jnp.full(shape, NEG, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, dim), jnp.float32))
+    kv_heads, group = spec.num_kv_heads, heads // spec.num_kv_heads
+    q = q.reshape(count, tile, kv_heads, group, dim).swapaxes(1, 2).reshape(count, kv_heads, tile * group, dim)
+    shape = (count, kv_heads, tile * group)
+    state = (jnp.full(shape, EMPTY), jnp.zeros(shape), jnp.zeros((*shape, dim)))
     span = pages * spec.page_size
 
     def body(block, state):
         k, v, scales = _gather_block(pool, plan, layer, rows, lens, block, pages)
-        return _online_block(state, q, k, v, scales, q_pos, lens, block * span, options)
+        return _online_block(state, q, k, v, scales, q_pos, lens, block * span, options, tile == 1)
 
-    return _finish(lax.fori_loop(first, last, body, state), options)
+    out, lse = _finish(lax.fori_loop(*blocks, body, state), options)
+    out = out.reshape(count, kv_heads, tile, group, dim).swapaxes(1, 2).reshape(count, tile, heads, dim)
+    return out, lse.reshape(count, kv_heads, tile, group).swapaxes(1, 2).reshape(count, tile, heads)
 
 
 def paged_attention(
@@ -144,29 +172,48 @@ def paged_attention(
     """
     del interpret
     pages = _block_pages(plan.page_size, tiles.kv_tile if tiles is not None and tiles.kv_tile else 128)
-    span = pages * plan.page_size
     out_dtype = q.dtype if out_dtype is None else out_dtype
-    tokens, heads, dim = q.shape
-    query_lens = plan.query_start_loc[1:] - plan.query_start_loc[:-1]
-    is_decode = query_lens == 1
-    rows = jnp.arange(plan.shape.num_seqs)
-    lens = jnp.where(is_decode, plan.seq_lens, 0)
-    window = options.sliding_window
-    first = 0 if window is None else jnp.maximum(jnp.min(jnp.where(is_decode, lens, 2**30)) - window, 0) // span
-    at = jnp.where(is_decode, plan.query_start_loc[:-1], 0)
-    o, s = _attend(
-        q[at][:, None], pool, plan, layer, rows, (lens - 1)[:, None], lens, first, -(-lens.max() // span), options, pages
-    )
-    target = jnp.where(is_decode, plan.query_start_loc[:-1], tokens)
-    out = (
-        jnp.zeros((tokens, heads, dim), out_dtype)
-        .at[target]
-        .set(o.reshape(-1, heads, dim).astype(out_dtype), mode="drop", unique_indices=True)
-    )
-    lse = jnp.full((tokens, heads), -jnp.inf).at[target].set(s.reshape(-1, heads), mode="drop", unique_indices=True)
+    out, lse = _decode_rows(q, pool, plan, layer, options, pages, out_dtype)
     if plan.query_tiles.shape[0]:
         out, lse = _query_tiles(q, pool, plan, layer, options, pages, out, lse)
     return out, lse if return_lse else None
+
+
+def _decode_rows(q, pool: KVPool, plan: AttentionPlan, layer, options: AttentionOptions, pages: int, out_dtype):
+    """Attention of the rows with one query token, in groups of rows of similar length; zeros everywhere else."""
+    tokens, heads, dim = q.shape
+    span, count = pages * plan.page_size, plan.shape.num_seqs
+    group = min(ROW_GROUP, count)
+    query_lens = plan.query_start_loc[1:] - plan.query_start_loc[:-1]
+    lens = jnp.where(query_lens == 1, plan.seq_lens, 0)
+    order = jnp.argsort(-lens, stable=True)
+    order = jnp.pad(order, (0, -count % group))
+    alive = jnp.arange(order.shape[0]) < jnp.sum(query_lens == 1)
+    lens = jnp.where(alive, lens[order], 0)
+    at = jnp.where(alive, plan.query_start_loc[:-1][order], tokens)
+    window = options.sliding_window
+
+    def body(i, carry):
+        out, lse = carry
+        rows, length, token = (lax.dynamic_slice_in_dim(x, i * group, group) for x in (order, lens, at))
+        first = 0 if window is None else jnp.maximum(jnp.min(jnp.where(length > 0, length, 2**30)) - window, 0) // span
+        o, s = _attend(
+            q.at[token].get(mode="clip")[:, None],
+            pool,
+            plan,
+            layer,
+            rows,
+            (length - 1)[:, None],
+            length,
+            (first, -(-length[0] // span)),
+            options,
+            pages,
+        )
+        out = out.at[token].set(o.reshape(group, heads, dim).astype(out.dtype), mode="drop", unique_indices=True)
+        return out, lse.at[token].set(s.reshape(group, heads), mode="drop", unique_indices=True)
+
+    init = jnp.zeros((tokens, heads, dim), out_dtype), jnp.full((tokens, heads), -jnp.inf)
+    return lax.fori_loop(0, -(-jnp.sum(query_lens == 1) // group), body, init)
 
 
 def _query_tiles(q, pool: KVPool, plan: AttentionPlan, layer, options: AttentionOptions, pages: int, out, lse):
@@ -184,7 +231,7 @@ def _query_tiles(q, pool: KVPool, plan: AttentionPlan, layer, options: Attention
         end = jnp.minimum(position + count, length) if options.causal else length
         window = options.sliding_window
         first = 0 if window is None else jnp.maximum(position - window + 1, 0) // span
-        o, s = _attend(q_tile, pool, plan, layer, row[None], q_pos, length[None], first, -(-end // span), options, pages)
+        o, s = _attend(q_tile, pool, plan, layer, row[None], q_pos, length[None], (first, -(-end // span)), options, pages)
         keep = jnp.arange(tile) < count
         old_o, old_s = lax.dynamic_slice_in_dim(out, first_token, tile), lax.dynamic_slice_in_dim(lse, first_token, tile)
         o = jnp.where(keep[:, None, None], o.reshape(tile, heads, dim).astype(out.dtype), old_o)
