@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -31,7 +32,7 @@ def platform_of(x: Any) -> str:
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None and getattr(described, "platform", None):
         return described.platform
-    default: Any = jax.config.jax_default_device
+    default: Any = getattr(jax.config, "jax_default_device", None)
     if default is not None:
         return default if isinstance(default, str) else default.platform
     return jax.default_backend()
@@ -139,9 +140,9 @@ def check_layer(layer: Any, pool: KVPool) -> jax.Array:
         if not 0 <= layer < pool.spec.num_layers:
             raise ValueError(f"layer: got {layer}, wants 0 <= layer < {pool.spec.num_layers}")
         return jnp.int32(layer)
-    if getattr(layer, "shape", None) != () or not jnp.issubdtype(layer.dtype, jnp.integer):
+    if jnp.shape(layer) != () or isinstance(layer, (bool, float)) or not jnp.issubdtype(layer.dtype, jnp.integer):
         raise ValueError(f"layer: got {layer!r}, wants an integer or an int32 scalar")
-    return layer.astype(jnp.int32)
+    return jnp.asarray(layer, jnp.int32)
 
 
 def check_plan(pool: KVPool, plan: AttentionPlan) -> None:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.paged_attention.tiles import Tiles
 from pallas_kernels.plan import AttentionPlan
 from pallas_kernels.pool import FLOAT_DTYPES, KVPool
 
@@ -25,7 +24,7 @@ def write_kv(
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
     implementation: Implementation = "auto",
-    tiles: Tiles | None = None,
+    tiles: Any = None,
     interpret: Any = False,
 ) -> KVPool:
     """Writes the keys and values of a step's tokens into one layer of the pool.
@@ -42,7 +41,7 @@ def write_kv(
         k_scale, v_scale: scalars for pools with ``quant="tensor"`` (may be traced): ``k / k_scale`` is stored, clipped to the
             format's range. None for every other pool ("token_head" pools compute a scale per token and head).
         implementation: "auto" takes the platform's own; any other name runs that one or raises.
-        tiles: tile sizes; None for the implementation's defaults.
+        tiles: ``Tiles``, or the implementation's own class (such as ``TritonTiles``); None for its defaults.
         interpret: run a Pallas kernel in interpret mode (True, or ``pltpu.InterpretParams(...)`` for "mosaic_tpu").
 
     Returns:

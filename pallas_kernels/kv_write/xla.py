@@ -32,7 +32,7 @@ def write_kv(
     flat = pool.data.reshape(total, spec.row_elements)
     flat = flat.at[index].set(rows, mode="drop", unique_indices=True)
     data = flat.reshape(spec.data_shape)
-    if scales is None:
+    if scales is None or pool.scales is None:
         return KVPool(data, pool.scales, spec)
     page, offset = index // spec.page_size, index % spec.page_size
     lane = jnp.arange(2 * spec.num_kv_heads) * spec.page_size + offset[:, None]  # [T, 2 * K]

@@ -1,5 +1,7 @@
 """The definition of page copies in numpy: page by page, layer by layer, into a copy of the whole pool."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -14,16 +16,17 @@ def copy_pages(pool: KVPool, src, dst, *, interpret=False) -> KVPool:
     _no_interpret("copy_pages", interpret)
     spec = pool.spec
 
-    def run(arrays, src, dst):
-        out = [None if a is None else np.array(a) for a in arrays]
+    def run(arrays: Any, src, dst):
+        out: Any = [None if a is None else np.array(a) for a in arrays]
         for new, old in zip(out, arrays, strict=True):
-            for layer in range(spec.num_layers if new is not None else 0):
+            for layer in range(0 if new is None or old is None else spec.num_layers):
                 for a, b in zip(src, dst, strict=True):
                     new[layer * spec.num_pages + b] = old[layer * spec.num_pages + a]
         return tuple(out)
 
     arrays = (pool.data, pool.scales)
-    return KVPool(*on_host(run, _shapes(arrays), arrays, src, dst), spec)
+    data, scales = on_host(run, _shapes(arrays), arrays, src, dst)
+    return KVPool(data, scales, spec)
 
 
 def gather_pages(pool: KVPool, ids, *, interpret=False) -> Pages:
@@ -41,7 +44,8 @@ def gather_pages(pool: KVPool, ids, *, interpret=False) -> Pages:
 
     arrays = (pool.data, pool.scales)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct((spec.num_layers, len(ids), *a.shape[1:]), a.dtype), arrays)
-    return Pages(*on_host(run, shapes, arrays, ids))
+    data, scales = on_host(run, shapes, arrays, ids)
+    return Pages(data, scales)
 
 
 def scatter_pages(pool: KVPool, ids, pages: Pages, *, interpret=False) -> KVPool:
@@ -49,8 +53,8 @@ def scatter_pages(pool: KVPool, ids, pages: Pages, *, interpret=False) -> KVPool
     _no_interpret("scatter_pages", interpret)
     spec = pool.spec
 
-    def run(arrays, ids, staged):
-        out = [None if a is None else np.array(a) for a in arrays]
+    def run(arrays: Any, ids, staged: Any):
+        out: Any = [None if a is None else np.array(a) for a in arrays]
         for new, values in zip(out, staged, strict=True):
             for layer in range(spec.num_layers if new is not None else 0):
                 for i, page in enumerate(ids):
@@ -58,7 +62,8 @@ def scatter_pages(pool: KVPool, ids, pages: Pages, *, interpret=False) -> KVPool
         return tuple(out)
 
     arrays = (pool.data, pool.scales)
-    return KVPool(*on_host(run, _shapes(arrays), arrays, ids, (pages.data, pages.scales)), spec)
+    data, scales = on_host(run, _shapes(arrays), arrays, ids, (pages.data, pages.scales))
+    return KVPool(data, scales, spec)
 
 
 def _shapes(arrays):

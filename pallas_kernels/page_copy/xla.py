@@ -3,6 +3,8 @@
 On TPU the scatter relayouts 8-bit pools with pages of 32 tokens or more; ``mosaic_tpu`` does not.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ def copy_pages(pool: KVPool, src, dst, *, interpret=False) -> KVPool:
     moved = jnp.asarray(src) != jnp.asarray(dst)
     rows, targets = _all_layers(pool.spec, src, None), _all_layers(pool.spec, dst, moved)
 
-    def move(x):
+    def move(x: Any) -> Any:
         return None if x is None else x.at[targets].set(x[rows], mode="drop", unique_indices=True)
 
     return KVPool(move(pool.data), move(pool.scales), pool.spec)
@@ -29,7 +31,7 @@ def gather_pages(pool: KVPool, ids, *, interpret=False) -> Pages:
     _no_interpret("gather_pages", interpret)
     rows = _all_layers(pool.spec, ids, None)
 
-    def take(x):
+    def take(x: Any) -> Any:
         return None if x is None else x[rows].reshape(pool.spec.num_layers, len(ids), *x.shape[1:])
 
     return Pages(take(pool.data), take(pool.scales))
@@ -40,7 +42,7 @@ def scatter_pages(pool: KVPool, ids, pages: Pages, *, interpret=False) -> KVPool
     _no_interpret("scatter_pages", interpret)
     targets = _all_layers(pool.spec, ids, jnp.asarray(ids) != 0)
 
-    def put(x, new):
+    def put(x: Any, new) -> Any:
         return None if x is None else x.at[targets].set(new.reshape(-1, *x.shape[1:]), mode="drop", unique_indices=True)
 
     return KVPool(put(pool.data, pages.data), put(pool.scales, pages.scales), pool.spec)

@@ -71,7 +71,7 @@ def paged_attention_kv(
     ids = jnp.where(jnp.arange(pages) < used[:, None], jnp.asarray(block_tables, jnp.int32), 0).reshape(-1)
     pool = from_kv_pages(_take(k_pages, ids), _take(v_pages, ids))
     table = 1 + jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
-    name = resolve("paged_attention", implementation, q)
+    name: Any = resolve("paged_attention", implementation, q)
     plan = plan_decode(
         lengths,
         table,

@@ -11,7 +11,6 @@ import numpy as np
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.paged_attention.options import AttentionOptions
-from pallas_kernels.paged_attention.tiles import Tiles
 from pallas_kernels.plan import AttentionPlan
 from pallas_kernels.pool import FLOAT_DTYPES, KVPool, PoolSpec
 
@@ -35,7 +34,7 @@ def paged_attention(
     return_lse: bool = False,
     out_dtype: Any = None,
     implementation: Implementation = "auto",
-    tiles: Tiles | None = None,
+    tiles: Any = None,
     interpret: Any = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of a step's query tokens over the K and V that a page pool holds for their rows.
@@ -60,7 +59,7 @@ def paged_attention(
         return_lse: also return the log-sum-exp of each query's scores (sinks included).
         out_dtype: float dtype of the output; None for ``q``'s.
         implementation: "auto" takes the platform's own; any other name runs that one or raises.
-        tiles: tile sizes; None for the implementation's defaults.
+        tiles: ``Tiles``, or the implementation's own class (such as ``TritonTiles``); None for its defaults.
         interpret: run a Pallas kernel in interpret mode (True, or ``pltpu.InterpretParams(...)`` for "mosaic_tpu").
 
     Returns:

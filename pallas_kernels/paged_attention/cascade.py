@@ -135,7 +135,8 @@ def cascade_attention(
         raise ValueError("levels: got none, wants at least one plan")
     if len({level.shape.num_tokens for level in levels}) != 1:
         raise ValueError(f"levels: got num_tokens {[p.shape.num_tokens for p in levels]}, wants the same for every level")
-    out = lse = None
+    out: Any = None
+    lse: Any = None
     for index, level in enumerate(levels):
         last = index == len(levels) - 1
         part, part_lse = paged_attention(
@@ -156,6 +157,5 @@ def cascade_attention(
             interpret=interpret,
         )
         out, lse = (part, part_lse) if out is None else merge_states(out, lse, part, part_lse)
-    assert out is not None and lse is not None
     out = out.astype(q.dtype if out_dtype is None else out_dtype)
     return (out, lse) if return_lse else out

@@ -1,5 +1,7 @@
 """Whole pages copied, taken out and put back, by every implementation."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,11 +28,9 @@ def without_scratch(pool: pk.KVPool) -> pk.KVPool:
 
 
 def call(name, function, *args):
-    @jax.jit
-    def step(*args):
-        return function(*args, implementation=name, interpret=cases.interpret_params(name))
-
-    return step(*args)
+    interpret = cases.interpret_params(name)
+    step = functools.partial(function, implementation=name, interpret=interpret)
+    return jax.jit(step, compiler_options=cases.FAST_COMPILE if interpret else None)(*args)
 
 
 @pytest.mark.parametrize("form", FORMS)
