@@ -16,13 +16,15 @@ def copy_pages(pool: KVPool, src, dst, *, interpret=False) -> KVPool:
     _no_interpret("copy_pages", interpret)
     spec = pool.spec
 
-    def run(arrays: Any, src, dst):
-        out: Any = [None if a is None else np.array(a) for a in arrays]
-        for new, old in zip(out, arrays, strict=True):
-            for layer in range(0 if new is None or old is None else spec.num_layers):
+    def run(arrays, src, dst):
+        def moved(old: Any) -> Any:
+            new = np.array(old)
+            for layer in range(spec.num_layers):
                 for a, b in zip(src, dst, strict=True):
                     new[layer * spec.num_pages + b] = old[layer * spec.num_pages + a]
-        return tuple(out)
+            return new
+
+        return jax.tree.map(moved, arrays)
 
     arrays = (pool.data, pool.scales)
     data, scales = on_host(run, _shapes(arrays), arrays, src, dst)
@@ -35,12 +37,10 @@ def gather_pages(pool: KVPool, ids, *, interpret=False) -> Pages:
     spec = pool.spec
 
     def run(arrays, ids):
-        return tuple(
-            None
-            if a is None
-            else np.stack([np.stack([a[layer * spec.num_pages + i] for i in ids]) for layer in range(spec.num_layers)])
-            for a in arrays
-        )
+        def taken(old: Any) -> Any:
+            return np.stack([np.stack([old[layer * spec.num_pages + i] for i in ids]) for layer in range(spec.num_layers)])
+
+        return jax.tree.map(taken, arrays)
 
     arrays = (pool.data, pool.scales)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct((spec.num_layers, len(ids), *a.shape[1:]), a.dtype), arrays)
@@ -53,13 +53,15 @@ def scatter_pages(pool: KVPool, ids, pages: Pages, *, interpret=False) -> KVPool
     _no_interpret("scatter_pages", interpret)
     spec = pool.spec
 
-    def run(arrays: Any, ids, staged: Any):
-        out: Any = [None if a is None else np.array(a) for a in arrays]
-        for new, values in zip(out, staged, strict=True):
-            for layer in range(spec.num_layers if new is not None else 0):
+    def run(arrays, ids, staged):
+        def put(old: Any, values: Any) -> Any:
+            new = np.array(old)
+            for layer in range(spec.num_layers):
                 for i, page in enumerate(ids):
                     new[layer * spec.num_pages + page] = values[layer, i]
-        return tuple(out)
+            return new
+
+        return jax.tree.map(put, arrays, staged)
 
     arrays = (pool.data, pool.scales)
     data, scales = on_host(run, _shapes(arrays), arrays, ids, (pages.data, pages.scales))
