@@ -110,6 +110,10 @@ def tile_sizes(spec: PoolSpec, tiles: Tiles | None) -> tuple[int, int]:
     page = spec.page_size
     kv = tiles.kv_tile if tiles and tiles.kv_tile else KV_TILE
     kv = max(kv // page, 1) * page
+    if not (tiles and tiles.kv_tile):
+        room = VMEM_BYTES.get(device_kind(), VMEM_LIMIT) // 2  # for the two buffers
+        while 2 * kv * spec.row_elements * spec.itemsize > room and kv % (2 * page) == 0:
+            kv //= 2
     if tiles and tiles.fetch_tile:
         return kv, max(tiles.fetch_tile // kv, 1) * kv
     times = max(1, min(8, FETCH_BYTES // (kv * spec.row_elements * spec.itemsize)))
