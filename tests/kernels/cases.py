@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import pallas_kernels as pk
 from pallas_kernels.paged_attention.options import AttentionOptions
@@ -25,6 +26,11 @@ Rows = list[tuple[int, int]]  # (query tokens, kv tokens) of each row
 def available(op: str) -> list[str]:
     """Implementations of ``op`` beside the reference."""
     return [n for n in ("xla", "triton", "mosaic_tpu") if importlib.util.find_spec(f"pallas_kernels.{op}.{n}")]
+
+
+def implementations(op: str, *default: str) -> list[Any]:
+    """Test parameters: implementations of ``op``, those outside ``default`` in the long tail (interpreting costs seconds)."""
+    return [pytest.param(n, marks=[] if n in default else [pytest.mark.long]) for n in available(op)]
 
 
 def interpret_params(implementation: str, dma: str = "on_wait") -> Any:

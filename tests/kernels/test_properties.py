@@ -10,8 +10,21 @@ import pallas_kernels as pk
 from tests.kernels import cases
 from tests.kernels.cases import Case
 
-IMPLEMENTATIONS = cases.available("paged_attention")
+IMPLEMENTATIONS = cases.implementations("paged_attention", "xla", "triton", "mosaic_tpu")
+NOT_TPU = cases.implementations("paged_attention", "xla", "triton")
+XLA = cases.implementations("paged_attention", "xla")
 PAGE = 8
+
+
+def few(values, main):
+    """Parameters ``(value, implementation)``; interpreted kernels take only ``main`` by default."""
+    return [
+        pytest.param(value, *p.values, marks=p.marks if value == main or "xla" in p.values else [pytest.mark.long])
+        for value in values
+        for p in IMPLEMENTATIONS
+    ]
+
+
 BASE = Case("f32", (4, 2), 64, PAGE)
 INT8 = Case("f32_int8", (4, 2), 64, PAGE)
 
@@ -73,8 +86,7 @@ SHAPE = pk.PlanShape(24, 5, 8)
 ROWS = [(1, 30), (7, 21), (1, 8), (5, 5)]
 
 
-@pytest.mark.parametrize("case", [BASE, INT8], ids=["f32", "int8"])
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("case", "name"), few([BASE, INT8], INT8), ids=lambda x: x if isinstance(x, str) else x.dtypes)
 def test_unowned_slots_do_not_matter(name, case):
     """B43: NaN, infinities and huge numbers in unused slots, unused scales and free pages change no bit, prefill and decode."""
     spec, w = spec_of(case), world(ROWS)
@@ -94,7 +106,7 @@ def test_page_ids_behind_the_length_are_not_used(name):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", NOT_TPU)
 def test_where_pages_lie_does_not_matter(name):
     """Any placement of the pages gives the same bits."""
     w, spec = world(ROWS), spec_of()
@@ -115,7 +127,7 @@ def test_batch_mates_leave_a_row_bit_identical(name):
         np.testing.assert_array_equal(attend(w.pick([i]), name, shape=SHAPE)[0], full[i])
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", NOT_TPU)
 def test_buckets_leave_a_row_unchanged(name):
     """Larger buckets and wider tables give the same bits; the XLA path, whose code XLA chooses by shape, the same to 1e-6."""
     w = world(ROWS)
@@ -125,7 +137,7 @@ def test_buckets_leave_a_row_unchanged(name):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 if name == "xla" else 0)
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", NOT_TPU)
 def test_chunks_equal_one_shot_and_decode_equals_the_last_row(name):
     """A prompt of 21 tokens in one step, in chunks of every size, and token by token: the same rows."""
     w = world([(21, 21)])
@@ -156,8 +168,7 @@ def test_causal_mask_is_aligned_to_the_end(name):
             assert np.abs(attend(dataclasses.replace(w, values=[values]), name, shape=SHAPE)[0][i]).max() > 1
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [4, PAGE, 11, 37])
+@pytest.mark.parametrize(("window", "name"), few([4, PAGE, 11, 37], 11))
 def test_window_is_exact_at_its_edge(name, window):
     """B41: with a window of W the query at position p uses keys p - W + 1 .. p, for prefill, chunks and decode; a window longer
     than the row is none."""
@@ -180,8 +191,7 @@ def test_window_is_exact_at_its_edge(name, window):
                 np.testing.assert_array_equal(out[-1], base[-1])
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 2), (5, 1), (20, 4)], ids=str)
+@pytest.mark.parametrize(("heads", "name"), few([(4, 4), (4, 2), (6, 2), (5, 1), (20, 4)], (6, 2)), ids=str)
 def test_query_heads_use_their_own_kv_head(name, heads):
     """B45: with V constant per KV head, query head h gives h // group, in decode and prefill."""
     num_heads, kv_heads = heads
@@ -193,7 +203,7 @@ def test_query_heads_use_their_own_kv_head(name, heads):
         np.testing.assert_allclose(out, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", XLA)
 def test_every_length_in_small_pages(name):
     """B39: every kv length from 0 to 33, alone and in uneven batches, against the reference."""
     spec = spec_of(pages=30)
@@ -220,7 +230,7 @@ KEYWORDS = {
 
 
 @pytest.mark.parametrize("keyword", KEYWORDS)
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", NOT_TPU)
 def test_every_keyword_changes_the_output(name, keyword):
     """No option is silently dropped: each changes every row that it concerns, in decode and in prefill."""
     w = world([(1, 30), (7, 21)])
@@ -232,7 +242,7 @@ def test_every_keyword_changes_the_output(name, keyword):
     assert np.abs(other[2] - base[2]).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", NOT_TPU)
 def test_scales_of_tensor_pools_are_used_and_traced(name):
     """B47: both scales change the output, and a new scale does not recompile."""
     spec = pk.PoolSpec(2, 40, PAGE, 2, 64, "int8", "tensor")
@@ -247,7 +257,7 @@ def test_scales_of_tensor_pools_are_used_and_traced(name):
     assert program._cache_size() == before
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", NOT_TPU)
 def test_out_dtype_and_layer(name):
     """``out_dtype`` is honoured; every layer reads its own pages."""
     w = world([(1, 30), (7, 21)])

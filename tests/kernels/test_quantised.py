@@ -8,7 +8,6 @@ import pytest
 import pallas_kernels as pk
 from tests.kernels import cases
 
-IMPLEMENTATIONS = cases.available("paged_attention")
 FORMATS = [
     ("int8", "token_head", 0.012),
     ("float8_e4m3fn", "token_head", 0.05),
@@ -69,8 +68,14 @@ def attention_paths(name: str, spec: pk.PoolSpec, q, k, v) -> dict[str, np.ndarr
 FAST = cases.FAST_COMPILE
 
 
-@pytest.mark.parametrize(("dtype", "quant", "bound"), FORMATS, ids=str)
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+PARAMS = [
+    pytest.param(name, *form, marks=[] if name == "xla" or form == FORMATS[-1] else [pytest.mark.long])
+    for name in cases.available("paged_attention")
+    for form in FORMATS
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "quant", "bound"), PARAMS)
 def test_scales_reach_every_path(name, dtype, quant, bound):
     """B47: prefill, chunks, decode, copied and swapped pages are all as close to the unquantised result as the format allows,
     and within 1e-5 of each other."""
