@@ -17,7 +17,7 @@ from jaxpaged.engine.model_runner import ModelRunner, PendingStep
 from jaxpaged.engine.output_builder import OutputBuilder
 from jaxpaged.engine.request_builder import RequestBuilder
 from jaxpaged.errors import ConfigError
-from jaxpaged.model.kv_pages import pool_spec
+from jaxpaged.model.kv_pages import addressable_pages, pool_spec
 from jaxpaged.outputs import EngineStats, RequestOutput
 from jaxpaged.request import Request, Sequence
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
@@ -66,6 +66,8 @@ class Engine:
 
         spec_of_one = self._spec(2)
         pages = platforms.pool_pages(config, self.model_config, self.platform, spec_of_one.bytes_per_page)
+        if config.num_pages is None:
+            pages = addressable_pages(self._spec(pages + 1), self.platform.backend.implementation) - 1
         self._spec_used = self._spec(pages + 1)
         host_pages = int(config.swap_space * 2**30 // self._spec_used.bytes_per_page)
         if config.swap_space and host_pages < 1:

@@ -7,6 +7,7 @@ from jaxpaged.model_config import ModelConfig
 from pallas_kernels import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.plan import AttentionPlan, PlanShape, plan
 from pallas_kernels.pool import KVPool, PoolSpec, alloc
+from pallas_kernels.triton_call import offset_hazard
 
 KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
@@ -15,6 +16,7 @@ __all__ = [
     "KVPool",
     "PlanShape",
     "PoolSpec",
+    "addressable_pages",
     "alloc",
     "copy_pages",
     "gather_pages",
@@ -35,6 +37,16 @@ def pool_spec(config: ModelConfig, *, num_pages: int, page_size: int, dtype: str
         dtype: an engine's ``kv_cache_dtype``, already resolved ("fp8" is "fp8_e4m3").
     """
     return PoolSpec(config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim, KV_DTYPES.get(dtype, dtype))
+
+
+def addressable_pages(spec: PoolSpec, implementation: str) -> int:
+    """Most pages of this format, at most ``spec.num_pages``, whose addresses the kernels compute right.
+
+    The Triton backend wraps offsets in 8-bit pools between 2**31 elements and 4 GiB; such a pool is cut to 2**31 elements.
+    """
+    if implementation == "triton" and offset_hazard(spec) is not None:
+        return 2**31 // (spec.num_layers * spec.page_size * spec.row_elements)
+    return spec.num_pages
 
 
 def poison_pages(pool: KVPool, ids: jax.Array) -> KVPool:
