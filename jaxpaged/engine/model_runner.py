@@ -89,7 +89,7 @@ class ModelRunner:
         self._host = HostPool(spec, num_host_pages, backend, PAGE_CHUNK) if num_host_pages else None
         self._copy = jax.jit(
             lambda pool, src, dst: copy_pages(
-                pool, src, dst, implementation=backend.implementation, interpret=backend.interpret
+                pool, src, dst, implementation=backend.page_implementation, interpret=backend.interpret
             ),
             donate_argnums=0,
         )

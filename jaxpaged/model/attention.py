@@ -24,6 +24,11 @@ class AttentionBackend:
     implementation: str = "xla"
     interpret: bool = False
 
+    @property
+    def page_implementation(self) -> str:
+        """The kernels that move whole pages: on GPU plain XLA moves them in place and there is no other."""
+        return "xla" if self.implementation == "triton" else self.implementation
+
 
 def attention(
     x: jax.Array,

@@ -93,6 +93,7 @@ def _online_block(state, q, k, v, scales, q_pos, lens, base, options: AttentionO
         seen = seen & (distance >= 0)
     if options.sliding_window is not None:
         seen = seen & (distance < options.sliding_window)
+        live = live & (k_pos[None, :] > q_pos[:, :1] - options.sliding_window)  # pages behind it may hold anything
     s = jnp.where(seen[:, None], s, MASKED)
     m_new = jnp.maximum(m, s.max(-1))
     p = jnp.exp(s - m_new[..., None])

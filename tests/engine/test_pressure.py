@@ -57,30 +57,30 @@ def test_four_requests_in_a_pool_for_one_and_a_half(tiny_dir: Path, options: dic
 @pytest.mark.parametrize("cached_prefix", [False, True])
 def test_preempting_at_every_unaligned_length_leaks_nothing(tiny_dir: Path, cached_prefix: bool):
     """B10: a preemption at any prompt and output length, then an abort: all pages are back each of the 81 times."""
-    engine = engine_for(tiny_dir, num_pages=10)
-    preempted = 0
+    engine = engine_for(tiny_dir, num_pages=10, scheduling_policy="priority")
+    head = [9, 8, 7, 6] if cached_prefix else []
     for prompt_len in range(1, 10):
         for generated in range(1, 10):
             own = salt()
-            head = [9, 8, 7, 6] if cached_prefix else []
             if cached_prefix:
                 run(engine, [[*head, 5]], greedy(1), cache_salt=own)
             before = engine.stats().num_preemptions
-            # The first takes what the second does not: they meet when the second has about `generated` tokens.
-            room = 36 - len(head) - prompt_len - generated
-            first = add(engine, head + prompt_of(max(1, room - generated), 1), greedy(generated + 3), cache_salt=own)
-            second = add(engine, head + prompt_of(prompt_len, 2), greedy(generated + 3), cache_salt=own)
-            for _ in range(60):
+            victim = add(engine, head + prompt_of(prompt_len, 2), greedy(generated + 16), priority=1, cache_salt=own)
+            count = 0
+            while count < generated:
+                count += sum(output.request_id == victim for output in engine.step())
+            # It outranks the victim, fits beside it, and soon needs a page more.
+            room = 4 * (10 - -(-(len(head) + prompt_len + count + 4) // 4))
+            urgent = add(engine, prompt_of(room - 1, 1), greedy(8), cache_salt=own)
+            while engine.stats().num_preemptions == before:
+                assert engine.has_unfinished_requests()
                 engine.step()
-                if engine.stats().num_preemptions > before:
-                    break
-            preempted += engine.stats().num_preemptions > before
-            engine.abort_request(second)
-            engine.abort_request(first)
+            engine.abort_request(victim)
+            engine.abort_request(urgent)
             while engine.has_unfinished_requests():
                 engine.step()
             check_rest(engine)
-    assert preempted >= 40
+    assert engine.stats().num_preemptions >= 81
 
 
 def test_freed_pages_are_poisoned_and_never_read(tiny_dir: Path, tiny_oracle: Oracle):

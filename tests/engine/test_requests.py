@@ -57,7 +57,7 @@ def test_a_request_that_can_never_fit_is_refused_by_numbers(tiny_dir: Path, tiny
     with pytest.raises(InvalidRequestError, match="n or best_of: got 5, wants at most max_num_seqs = 4"):
         add(engine, prompt_of(3), greedy(4, temperature=1.0, n=5))
     with pytest.raises(CapacityError, match="n, or give the pool more pages"):
-        add(engine, prompt_of(8), SamplingParams(n=4, max_tokens=8))
+        add(engine, prompt_of(8), SamplingParams(n=4, max_tokens=12))
     assert tokens(run(engine, [prompt_of(5)], greedy(4))[0]) == tiny_oracle.greedy(prompt_of(5), 4)[0]
 
 
@@ -159,7 +159,7 @@ def test_wrong_prompts_are_refused_by_name(tiny_dir: Path, tiny_oracle: Oracle, 
     ("params", "message"),
     [
         (SamplingParams(stop_token_ids=[64]), "stop_token_ids: got 64, wants ids below the vocabulary size 64"),
-        (SamplingParams(min_tokens=1, stop_token_ids=list(range(40))), "min_tokens: with 41 stop and EOS ids"),
+        (SamplingParams(min_tokens=1, stop_token_ids=list(range(40))), "min_tokens: with 40 stop and EOS ids"),
         (BeamSearchParams(beam_width=5), "beam_width: got 5, wants at most max_num_seqs = 4"),
         ({"temperature": 0.5}, "sampling_params: got dict, wants SamplingParams or BeamSearchParams"),
     ],

@@ -135,21 +135,21 @@ def test_beams_equal_transformers(tiny_dir: Path, width: int, early: bool | str,
         with torch.no_grad():
             want = model.generate(
                 torch.tensor([prompt]), num_beams=width, num_return_sequences=width, max_new_tokens=14, early_stopping=early,
-                length_penalty=penalty, eos_token_id=2, pad_token_id=0, do_sample=False, return_dict_in_generate=True,
+                length_penalty=penalty, eos_token_id=2, pad_token_id=1, do_sample=False, return_dict_in_generate=True,
                 output_scores=True,
             )  # fmt: skip
         params = BeamSearchParams(beam_width=width, max_tokens=14, early_stopping=early, length_penalty=penalty)
         output = run(engine, [prompt], params, cache_salt=salt())[0]
         for i, row in enumerate(want.sequences[:, len(prompt) :].tolist()):
             got = tokens(output, i)
-            assert got == row[: len(got)] and not any(row[len(got) :])
+            assert got == row[: len(got)] and set(row[len(got) :]) <= {1}
         scores = [(o.cumulative_logprob or 0.0) / len(o.token_ids) ** penalty for o in output.outputs]
         np.testing.assert_allclose(scores, want.sequences_scores.numpy(), atol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"preemption_mode": "recompute"}, SWAP], ids=["auto", "recompute", "swap"])
 def test_beams_among_others_and_under_pressure(tiny_dir: Path, tiny_oracle: Oracle, options: dict):
-    engine = engine_for(tiny_dir, num_pages=16, max_num_seqs=8, **options)
+    engine = engine_for(tiny_dir, num_pages=12, max_num_seqs=8, **options)
     lone = engine_for(tiny_dir, max_num_seqs=8)
     beams = BeamSearchParams(beam_width=3, max_tokens=10)
     prompts = [prompt_of(6, s) for s in range(4)]
