@@ -91,6 +91,7 @@ class Engine:
             self.platform.target,
             sliding_window=self.model_config.sliding_window,
             dynamic_rope=self.model_config.rope.rope_type == "dynamic",
+            query_tile=self.platform.query_tile,
         )
         self.runner = ModelRunner(
             model,

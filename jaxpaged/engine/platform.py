@@ -26,6 +26,7 @@ class Platform:
         page_size: tokens of a page.
         backend: the kernels.
         target: which plan arrays the kernels want.
+        query_tile: query tokens of a kernel tile.
         scan_layers: scan over stacked layers (accelerators) instead of unrolling them (CPU).
         min_tokens: smallest decode bucket.
     """
@@ -36,6 +37,7 @@ class Platform:
     page_size: int
     backend: AttentionBackend
     target: str
+    query_tile: int
     scan_layers: bool
     min_tokens: int
 
@@ -90,6 +92,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Platform:
         page_size=page_size,
         backend=AttentionBackend(implementation, interpret),
         target=TARGETS[implementation],
+        query_tile=128 if name == "tpu" and "v4" not in jax.local_devices()[0].device_kind else 64,
         scan_layers=name != "cpu",
         min_tokens=2 if name == "cpu" and dtype == "bfloat16" else 1,
     )
