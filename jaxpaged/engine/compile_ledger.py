@@ -1,6 +1,7 @@
 """The compile ledger: every program compiled while an engine lives, with its shape, the reason and the time it took."""
 
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ class LedgerEntry:
         program: what it does.
         shape: its bucket.
         why: "warm-up", "first use", or "outside the engine's programs".
-        seconds: wall time of tracing, compiling (or loading from the cache) and first execution.
+        seconds: wall time of tracing and compiling (or loading from the cache); programs compile side by side.
         num_compilations: XLA compilations it took, loads from the persistent cache included.
     """
 
@@ -40,18 +41,22 @@ class CompileLedger:
     def __init__(self) -> None:
         self.entries: list[LedgerEntry] = []
         self.num_compilations = 0
+        self._lock = threading.Lock()
+        self._here = threading.local()  # compilations of the present thread
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration: float, **_: object) -> None:
         if event == _EVENT:
-            self.num_compilations += 1
+            self._here.count = getattr(self._here, "count", 0) + 1
+            with self._lock:
+                self.num_compilations += 1
 
     @contextmanager
     def watch(self, program: str, shape: str, why: str) -> Iterator[None]:
-        """Files what is compiled inside under ``program``; adds nothing where nothing was."""
-        before, start = self.num_compilations, time.perf_counter()
+        """Files what this thread compiles inside under ``program``; adds nothing where nothing was."""
+        before, start = getattr(self._here, "count", 0), time.perf_counter()
         yield
-        count = self.num_compilations - before
+        count = getattr(self._here, "count", 0) - before
         if count:
             self.entries.append(LedgerEntry(program, shape, why, time.perf_counter() - start, count))
 

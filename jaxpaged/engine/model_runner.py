@@ -6,6 +6,7 @@ run before it. Nothing here decides anything.
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jaxpaged.request import Sequence
 from jaxpaged.scheduler.scheduler_output import SchedulerOutput, StepResult
 
 PAGE_CHUNK = 16  # pages one call of a page program moves
+COMPILE_THREADS = 2  # programs compiled at the same time at start-up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,32 +90,33 @@ class ModelRunner:
         self._steps: dict[StepShape, Callable] = {}
         self._host = HostPool(spec, num_host_pages, backend, PAGE_CHUNK) if num_host_pages else None
         self._copy = jax.jit(
-            lambda pool, src, dst: copy_pages(
-                pool, src, dst, implementation=backend.page_implementation, interpret=backend.interpret
-            ),
+            lambda pool, src, dst: copy_pages(pool, src, dst, **backend.page_options),
             donate_argnums=0,
         )
         self._poison = jax.jit(poison_pages, donate_argnums=0)
 
-    def _step(self, shape: StepShape) -> Callable:
-        step = self._steps.get(shape)
-        if step is None:
-            inputs = self._builder.empty(shape)
-            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-            step = self._steps[shape] = jax.jit(packed_step(self._program, like), donate_argnums=(1, 2))
-        return step
-
     def lower(self, shape: StepShape) -> jax.stages.Lowered:
-        """The lowered step of a bucket, for inspection (``.compile().memory_analysis()``)."""
-        flat = pack(self._builder.empty(shape))
-        return self._step(shape).lower(self._model.leaves, self._pool, self._last_tokens, flat)
+        """The lowered step of a bucket (``.compile().memory_analysis()`` tells what it needs)."""
+        inputs = self._builder.empty(shape)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+        step = jax.jit(packed_step(self._program, like), donate_argnums=(1, 2))
+        return step.lower(self._model.leaves, self._pool, self._last_tokens, pack(inputs))
+
+    def _compile(self, shape: StepShape, why: str) -> Callable:
+        with self._ledger.watch("execute_step", str(shape), why):
+            return self.lower(shape).compile()
 
     def warm_up(self, *, progress: bool = False) -> None:
-        """Compiles every program by running it on padding; afterwards nothing is compiled any more."""
-        for shape in tqdm(list(self._buckets), "compiling", disable=not progress, leave=False):
-            with self._ledger.watch("execute_step", str(shape), "warm-up"):
-                self._run(shape, pack(self._builder.empty(shape)))
-                jax.block_until_ready(self._last_tokens)
+        """Compiles every program, several at a time; afterwards nothing is compiled any more."""
+        shapes = list(self._buckets)
+        with (
+            ThreadPoolExecutor(COMPILE_THREADS) as pool,
+            tqdm(total=len(shapes), desc="compiling", disable=not progress) as bar,
+        ):
+            jobs = {pool.submit(self._compile, shape, "warm-up"): shape for shape in shapes}
+            for job in as_completed(jobs):
+                self._steps[jobs[job]] = job.result()
+                bar.update(1)
         none = np.zeros(PAGE_CHUNK, np.int32)
         with self._ledger.watch("copy_pages", f"[{PAGE_CHUNK}]", "warm-up"):
             self._pool = self._copy(self._pool, none, none)
@@ -126,7 +129,9 @@ class ModelRunner:
         jax.block_until_ready(self._pool.data)
 
     def _run(self, shape: StepShape, flat: np.ndarray) -> StepOutputs:
-        step = self._step(shape)
+        step = self._steps.get(shape)
+        if step is None:
+            step = self._steps[shape] = self._compile(shape, "first use")
         outputs, self._pool, self._last_tokens = step(self._model.leaves, self._pool, self._last_tokens, flat)
         return outputs
 
@@ -150,8 +155,7 @@ class ModelRunner:
         """Starts a step whose inputs are built and packed; see ``dispatch``."""
         self._check_ids(output)
         self._move_pages(output)
-        with self._ledger.watch("execute_step", str(shape), "first use"):
-            return PendingStep(output, self._run(shape, flat), wants_top)
+        return PendingStep(output, self._run(shape, flat), wants_top)
 
     def resolve(self, pending: PendingStep) -> StepResult:
         """Waits for a step and brings what it sampled to the host."""
