@@ -26,7 +26,7 @@ class HostPool:
         self._num_pages = num_pages
         self._pages: dict[int, tuple[np.ndarray, ...]] = {}
         self._pending: list[tuple[list[int], tuple[jax.Array, ...]]] = []
-        options = {"implementation": backend.page_implementation, "interpret": backend.interpret}
+        options = backend.page_options
         self._gather = jax.jit(lambda pool, ids: gather_pages(pool, ids, **options))
         self._scatter = jax.jit(lambda pool, ids, pages: scatter_pages(pool, ids, pages, **options), donate_argnums=0)
 

@@ -1,6 +1,7 @@
 """The attention of one layer: project, rotate, write K and V into pages, attend over pages, project back."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -25,9 +26,11 @@ class AttentionBackend:
     interpret: bool = False
 
     @property
-    def page_implementation(self) -> str:
-        """The kernels that move whole pages: on GPU plain XLA moves them in place and there is no other."""
-        return "xla" if self.implementation == "triton" else self.implementation
+    def page_options(self) -> dict[str, Any]:
+        """``implementation`` and ``interpret`` of operations on whole pages: on GPU plain XLA, which moves them in place."""
+        if self.implementation == "triton":
+            return {"implementation": "xla", "interpret": False}
+        return {"implementation": self.implementation, "interpret": self.interpret}
 
 
 def attention(
