@@ -17,7 +17,7 @@ from pallas_kernels.pool import KVPool, PoolSpec, from_storage
 
 MASKED = -1e30  # a masked score
 EMPTY = -1e20  # the running maximum before any score: far above MASKED, so that masked probabilities are exactly 0
-ROW_GROUP = 8  # decode rows that run together: their block of K and V stays in a core's cache
+ROW_GROUP = 16  # decode rows that run together: their block of K and V stays in a core's cache
 
 
 def _block_pages(page_size: int, tokens: int) -> int:
@@ -39,10 +39,11 @@ def _head_rows(ids: jax.Array, spec: PoolSpec) -> jax.Array:
     return (token * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]) * 2
 
 
-def _gather_block(pool: KVPool, plan: AttentionPlan, layer, rows, lens, block, pages: int):
+def _gather_block(pool: KVPool, plan: AttentionPlan, layer, rows, lens, block, pages: int, live_tokens):
     """K, V ``[R, K, B, H]`` and their scales ``[2, R, K, B]`` (or None) of one block of ``pages`` pages for each row.
 
-    Page entries behind a row's length are replaced by the scratch page before they are used.
+    Page entries behind a row's length are replaced by the scratch page before they are used. V of tokens that are not in
+    ``live_tokens [R, B]`` is 0 (on the stored bits, where selecting is cheapest), so that a weight of 0 times it is 0.
     """
     spec = pool.spec
     index = block * pages + jnp.arange(pages)[None, :]
@@ -57,22 +58,21 @@ def _gather_block(pool: KVPool, plan: AttentionPlan, layer, rows, lens, block, p
     where = _head_rows(ids, spec)
     heads = pool.data.reshape(-1, spec.head_dim)
     k, v = (heads.at[at].get(mode="promise_in_bounds") for at in (where, where + 1))
+    v = jnp.where(live_tokens[:, None, :, None], v, jnp.zeros((), v.dtype))
     return from_storage(k, spec), from_storage(v, spec), scales
 
 
-def _online_block(state, q, k, v, scales, q_pos, lens, base, options: AttentionOptions, decode: bool):
+def _online_block(state, q, k, v, scales, q_pos, k_pos, live, options: AttentionOptions, decode: bool):
     """One step of the online softmax.
 
     Args:
         state: (m, den, acc): running maximum and sum ``[R, K, M]``, accumulator ``[R, K, M, H]``, float32; ``M = Q * G``.
         q: ``[R, K, M, H]``; k, v: ``[R, K, B, H]``; scales as ``_gather_block`` gives them.
-        q_pos: ``[R, Q]`` positions; lens: ``[R]``; base: ``[]`` position of the block's first key.
+        q_pos: ``[R, Q]``; k_pos: ``[B]`` positions; live: ``[R, B]`` keys that any query of the row may see.
     """
     m, den, acc = state
     compute = q.dtype
     group = q.shape[2] // q_pos.shape[1]
-    k_pos = base + jnp.arange(k.shape[2])
-    live = k_pos[None, :] < lens[:, None]  # [R, B]
     if decode:  # few query rows: keys as the long side of the product
         s = jnp.einsum("rkbh,rkmh->rkbm", k.astype(compute), q, preferred_element_type=jnp.float32).swapaxes(2, 3)
     else:
@@ -93,7 +93,6 @@ def _online_block(state, q, k, v, scales, q_pos, lens, base, options: AttentionO
         seen = seen & (distance >= 0)
     if options.sliding_window is not None:
         seen = seen & (distance < options.sliding_window)
-        live = live & (k_pos[None, :] > q_pos[:, :1] - options.sliding_window)  # pages behind it may hold anything
     s = jnp.where(seen[:, None], s, MASKED)
     m_new = jnp.maximum(m, s.max(-1))
     p = jnp.exp(s - m_new[..., None])
@@ -101,8 +100,7 @@ def _online_block(state, q, k, v, scales, q_pos, lens, base, options: AttentionO
     den = den * alpha + p.sum(-1)
     if scales is not None:
         p = p * jnp.where(live[:, None], scales[1], 0.0)[:, :, None]
-    v = jnp.where(live[:, None, :, None], v.astype(compute), jnp.zeros((), compute))
-    pv = jnp.einsum("rkmb,rkbh->rkmh", p.astype(compute), v, preferred_element_type=jnp.float32)
+    pv = jnp.einsum("rkmb,rkbh->rkmh", p.astype(compute), v.astype(compute), preferred_element_type=jnp.float32)
     return m_new, den, acc * alpha[..., None] + pv
 
 
@@ -141,8 +139,12 @@ def _attend(q, pool: KVPool, plan: AttentionPlan, layer, rows, q_pos, lens, bloc
     span = pages * spec.page_size
 
     def body(block, state):
-        k, v, scales = _gather_block(pool, plan, layer, rows, lens, block, pages)
-        return _online_block(state, q, k, v, scales, q_pos, lens, block * span, options, tile == 1)
+        k_pos = block * span + jnp.arange(span)
+        live = k_pos[None, :] < lens[:, None]
+        if options.sliding_window is not None:  # pages behind the window may hold anything
+            live = live & (k_pos[None, :] > q_pos[:, :1] - options.sliding_window)
+        k, v, scales = _gather_block(pool, plan, layer, rows, lens, block, pages, live)
+        return _online_block(state, q, k, v, scales, q_pos, k_pos, live, options, tile == 1)
 
     out, lse = _finish(lax.fori_loop(*blocks, body, state), options)
     out = out.reshape(count, kv_heads, tile, group, dim).swapaxes(1, 2).reshape(count, tile, heads, dim)
@@ -166,13 +168,13 @@ def paged_attention(
     Args:
         q: ``[T, N, H]``; scores and probabilities are multiplied in its dtype and accumulated in float32.
         pool, plan, layer, options: as checked by the api.
-        tiles: ``kv_tile`` is the number of keys of a block; default 128.
+        tiles: ``kv_tile`` is the number of keys of a block; default 64.
 
     Returns:
         ``(out [T, N, H], lse float32 [T, N] or None)``.
     """
     del interpret
-    pages = _block_pages(plan.page_size, tiles.kv_tile if tiles is not None and tiles.kv_tile else 128)
+    pages = _block_pages(plan.page_size, tiles.kv_tile if tiles is not None and tiles.kv_tile else 64)
     out_dtype = q.dtype if out_dtype is None else out_dtype
     out, lse = _decode_rows(q, pool, plan, layer, options, pages, out_dtype)
     if plan.query_tiles.shape[0]:
