@@ -139,6 +139,12 @@ def _kernel(config: tile.TileConfig, chunk: int, num_seqs: int, num_tokens: int,
         def _():
             merge(ins, outs, row, head, first, end)
 
+        start = ins["query_start_loc"][row]
+
+        @pl.when((index < num_seqs) & (head == 0) & (end == first) & (ins["query_start_loc"][row + 1] == start + 1))
+        def _():  # a query token of a row without keys
+            clear(outs, start)
+
         @pl.when(index >= num_seqs)
         def _():
             begin = (program - num_seqs * num_heads) * CLEAR_TOKENS
