@@ -25,7 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
     if config.option.markexpr == "not long":
         quick = "--xla_backend_optimization_level=0"
-        os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}".strip()
+        flags = os.environ.get("XLA_FLAGS", "")
+        if quick not in flags:
+            os.environ["XLA_FLAGS"] = f"{quick} {flags}".strip()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -67,23 +67,18 @@ def test_nothing_is_compiled_after_warm_up(tiny_dir: Path, budget: int, seats: i
     assert engine.ledger.num_compilations == warm and len(engine.ledger.entries) == named
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    "kv_dtype", ["float32", "int8", *(pytest.param(d, marks=pytest.mark.long) for d in ("bfloat16", "fp8_e4m3", "fp8_e5m2"))]
+)
 def test_the_pool_is_updated_in_place(tiny_dir: Path, kv_dtype: str):
-    """Each compiled step aliases the whole pool, and its temporaries do not grow with the pool."""
-    temporary: list[list[int]] = []
-    for num_pages in (1000, 4000):
-        engine = fresh_engine(tiny_dir, kv_cache_dtype=kv_dtype, page_size=16, num_pages=num_pages, max_num_seqs=2, debug=False)
-        pool = sum(array.nbytes for array in (engine.runner._pool.data, engine.runner._pool.scales) if array is not None)
-        sizes = []
-        for shape in engine.runner._buckets:
-            memory = engine.runner.lower(shape).compile().memory_analysis()
-            assert memory.alias_size_in_bytes >= pool, str(shape)
-            sizes.append(memory.temp_size_in_bytes)
-        temporary.append(sizes)
-    small, large = temporary
-    for a, b in zip(small, large, strict=True):
-        assert b - a < 0.01 * pool, f"{a} bytes of temporaries for 1000 pages, {b} for 4000; the pool has {pool}"
-    assert max(large) < pool / 2
+    """Each compiled step aliases the whole pool, and its temporaries are small beside it."""
+    engine = fresh_engine(tiny_dir, kv_cache_dtype=kv_dtype, page_size=16, num_pages=4000, max_num_seqs=2, debug=False)
+    pool = sum(array.nbytes for array in (engine.runner._pool.data, engine.runner._pool.scales) if array is not None)
+    assert pool > 6e6
+    for shape in engine.runner._buckets:
+        memory = engine.runner.lower(shape).compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= pool, str(shape)
+        assert memory.temp_size_in_bytes < pool / 10, f"{shape}: {memory.temp_size_in_bytes} bytes beside a pool of {pool}"
 
 
 def pool_rows(pool: KVPool) -> np.ndarray:
@@ -115,7 +110,7 @@ def test_page_ids_outside_the_pool_are_stopped_on_the_host(tiny_dir: Path, tiny_
     row = ScheduledSequence(0, 0, 1, False, 0, (page,))
     for output in (SchedulerOutput(0, scheduled=(row,)), SchedulerOutput(0, copies=((1, page),))):
         with pytest.raises(InvariantError, match=f"page ids .*{page}.*the pool has 0..64"):
-            engine.runner.dispatch(output, lambda _: None)  # type: ignore[arg-type,return-value]
+            engine.runner.run(output, engine.runner._buckets.decode[0], np.zeros(0, np.int32), wants_top=False)
     assert tokens(run(engine, [[5, 6]], greedy(3), cache_salt=salt())[0]) == tiny_oracle.greedy([5, 6], 3)[0]
 
 

@@ -55,7 +55,7 @@ def test_page_sizes(tiny_dir: Path, page_size: int):
     check(tiny_dir, page_size=page_size, num_pages=256 // page_size + 4)
 
 
-@pytest.mark.parametrize("budget", [1, 3, 7, 64, pytest.param(2048, marks=pytest.mark.long)])
+@pytest.mark.parametrize("budget", [1, 3, 7, *(pytest.param(budget, marks=pytest.mark.long) for budget in (64, 2048))])
 def test_token_budgets(tiny_dir: Path, budget: int):
     check(tiny_dir, max_num_batched_tokens=budget)
 

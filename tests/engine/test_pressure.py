@@ -30,19 +30,19 @@ def test_four_requests_in_a_pool_for_one_and_a_half(tiny_dir: Path, options: dic
     own = salt()
     ids = [add(engine, prompt, each, cache_salt=own) for prompt, each in zip(prompts, params, strict=True)]
     victims: set[int] = set()
-    dispatch, oldest = engine.runner.dispatch, engine._scheduler._requests[ids[0]].states[0].seq.seq_id
+    start, oldest = engine.runner.run, engine._scheduler._requests[ids[0]].states[0].seq.seq_id
 
-    def spy(output, find):
+    def spy(output, *rest, **options):
         victims.update(output.preempted)
-        return dispatch(output, find)
+        return start(output, *rest, **options)
 
-    engine.runner.dispatch = spy  # type: ignore[method-assign]
+    engine.runner.run = spy  # type: ignore[method-assign]
     try:
         done = {}
         while engine.has_unfinished_requests():
             done |= {output.request_id: output for output in engine.step() if output.finished}
     finally:
-        engine.runner.dispatch = dispatch  # type: ignore[method-assign]
+        engine.runner.run = start  # type: ignore[method-assign]
     check_rest(engine)
     after = engine.stats()
     assert after.num_steps - before.num_steps < 400

@@ -30,12 +30,15 @@ _numbers = iter(range(10**9))
 _programs: dict[tuple[Any, ...], Callable] = {}
 
 
-def _shared_step(original: Callable, runner: ModelRunner, shape: Any) -> Callable:
+def _shared_program(runner: ModelRunner, original: Callable, shape: Any, why: str) -> Callable:
     model = runner._model
-    key = (model.graphdef, model.treedef, runner._backend, runner.spec, runner._program.valid_vocab, shape)
+    key = (
+        model.graphdef, model.treedef, runner._backend, runner.spec, runner._program.valid_vocab, runner._last_tokens.shape,
+        tuple((leaf.shape, leaf.dtype) for leaf in model.leaves), shape,
+    )  # fmt: skip
     if key not in _programs:
-        _programs[key] = original(runner, shape)
-    return runner._steps.setdefault(shape, _programs[key])
+        _programs[key] = original(runner, shape, why)
+    return _programs[key]
 
 
 def _few_buckets(config: BucketConfig) -> Buckets:
@@ -47,10 +50,10 @@ def fresh_engine(model: str | Path, *, few_buckets: bool = True, **options: Any)
     config = EngineConfig.from_dict({"model": str(model), **SMALL, **options})
     if not few_buckets:
         return Engine(config)
-    original = ModelRunner._step
+    share = functools.partialmethod(_shared_program, ModelRunner._compile)
     with (
         mock.patch.object(engine_module, "Buckets", _few_buckets),
-        mock.patch.object(ModelRunner, "_step", lambda runner, shape: _shared_step(original, runner, shape)),
+        mock.patch.object(ModelRunner, "_compile", share),
     ):
         return Engine(config)
 
