@@ -45,7 +45,7 @@ class CompileLedger:
         self._here = threading.local()  # compilations of the present thread
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **_: object) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _EVENT:
             self._here.count = getattr(self._here, "count", 0) + 1
             with self._lock:

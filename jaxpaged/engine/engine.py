@@ -293,7 +293,7 @@ def _set_compilation_cache(config: EngineConfig) -> None:
         jax.config.update("jax_compilation_cache_dir", None)
         return
     if directory is None:
-        if jax.config.jax_compilation_cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        if jax.config.values.get("jax_compilation_cache_dir") or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
             return
         directory = str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxpaged" / "xla")
     try:

@@ -1,6 +1,7 @@
 """Turns a scheduler's plan into padded numpy arrays. Keeps each sequence's block table and sampling settings in rows that
 are updated by what changed, so that a step costs a few vectorised gathers."""
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +14,43 @@ from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.scheduler.scheduler_output import SchedulerOutput
 
 MAX_BANNED = 32
+
+
+@dataclasses.dataclass
+class _Rows:
+    """What is kept of each sequence between steps, one row each.
+
+    Attributes:
+        tables: int32 block table.
+        floats: temperature, top_p, min_p.
+        ints: top_k, sample index, prompt length, min_tokens.
+        seeds: high and low word of the seed.
+        flags: samples; filters by top-k or top-p; wants the most likely tokens.
+        banned: stop and EOS ids that ``min_tokens`` bans, -1 behind them.
+    """
+
+    tables: np.ndarray
+    floats: np.ndarray
+    ints: np.ndarray
+    seeds: np.ndarray
+    flags: np.ndarray
+    banned: np.ndarray
+
+    @classmethod
+    def empty(cls, rows: int, width: int) -> "_Rows":
+        return cls(
+            np.zeros((rows, width), np.int32),
+            np.zeros((rows, 3), np.float32),
+            np.zeros((rows, 4), np.int32),
+            np.zeros((rows, 2), np.uint32),
+            np.zeros((rows, 3), np.bool_),
+            np.zeros((rows, MAX_BANNED), np.int32),
+        )
+
+    def grown(self) -> "_Rows":
+        more = self.empty(*self.tables.shape)
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(more), strict=True)
+        return _Rows(*(np.concatenate(pair) for pair in pairs))
 
 
 class InputBuilder:
@@ -44,52 +82,41 @@ class InputBuilder:
         self._dynamic_rope = dynamic_rope
         self._query_tile = query_tile
         self._row_of: dict[int, int] = {}
-        self._free: list[int] = []
         self._width = next(iter(buckets)).plan.max_pages
-        self._grow(2 * buckets.mixed[0].plan.num_seqs)
+        self._free = list(range(2 * buckets.mixed[0].plan.num_seqs))
+        self._state = _Rows.empty(len(self._free), self._width)
         self._sample_row: dict[int, int] = {}  # seq_id -> sample row of the step dispatched last
-
-    def _grow(self, rows: int) -> None:
-        old = getattr(self, "_tables", np.zeros((0, self._width), np.int32))
-        extra = rows - len(old)
-
-        def more(name: str, dtype, width: int | None = None) -> None:
-            have = getattr(self, name, np.zeros((0,) if width is None else (0, width), dtype))
-            shape = (extra,) if width is None else (extra, width)
-            setattr(self, name, np.concatenate([have, np.zeros(shape, dtype)]))
-
-        more("_tables", np.int32, self._width)
-        more("_floats", np.float32, 3)  # temperature, top_p, min_p
-        more("_ints", np.int32, 4)  # top_k, sample index, prompt length, min_tokens
-        more("_seeds", np.uint32, 2)
-        more("_flags", np.bool_, 3)
-        more("_banned", np.int32, MAX_BANNED)
-        self._free.extend(range(len(old), rows))
 
     def _row(self, seq: Sequence) -> int:
         row = self._row_of.get(seq.seq_id)
         if row is not None:
             return row
         if not self._free:
-            self._grow(2 * len(self._tables))
+            size = len(self._state.tables)
+            self._state = self._state.grown()
+            self._free = list(range(size, 2 * size))
         row = self._row_of[seq.seq_id] = self._free.pop()
         request = seq.request
         params = request.params
-        self._seeds[row] = (request.seed >> 32, request.seed & 0xFFFFFFFF)
+        self._state.seeds[row] = (request.seed >> 32, request.seed & 0xFFFFFFFF)
         if isinstance(params, BeamSearchParams):
-            self._floats[row], self._ints[row], self._flags[row] = (0, 1, 0), (0, seq.index, 0, 0), (False, False, True)
-            self._banned[row] = -1
+            self._state.floats[row], self._state.ints[row], self._state.flags[row] = (
+                (0, 1, 0),
+                (0, seq.index, 0, 0),
+                (False, False, True),
+            )
+            self._state.banned[row] = -1
             return row
         assert isinstance(params, SamplingParams)
         temperature = 0.0 if params.is_greedy else params.temperature
-        self._floats[row] = (temperature, params.top_p, params.min_p)
-        self._ints[row] = (params.top_k, seq.index, seq.num_prompt_tokens, params.min_tokens)
+        self._state.floats[row] = (temperature, params.top_p, params.min_p)
+        self._state.ints[row] = (params.top_k, seq.index, seq.num_prompt_tokens, params.min_tokens)
         warm = temperature > 0
-        self._flags[row] = (warm, warm and (params.top_k > 0 or params.top_p < 1), bool(params.logprobs))
-        self._banned[row] = -1
+        self._state.flags[row] = (warm, warm and (bool(params.top_k) or params.top_p < 1), bool(params.logprobs))
+        self._state.banned[row] = -1
         if params.min_tokens:
             stops = sorted({*params.stop_token_ids, *(() if params.ignore_eos else request.eos_token_ids)})
-            self._banned[row, : len(stops)] = stops
+            self._state.banned[row, : len(stops)] = stops
         return row
 
     def release(self, seq_id: int) -> None:
@@ -123,7 +150,7 @@ class InputBuilder:
             query.append(count)
             computed.append(start)
             if page_ids:
-                self._tables[row, table_start : table_start + len(page_ids)] = page_ids
+                self._state.tables[row, table_start : table_start + len(page_ids)] = page_ids
             if from_device:
                 device.append(previous[seq_id])
                 tokens.append(0)
@@ -148,7 +175,7 @@ class InputBuilder:
         attention = plan(
             query_lens,
             starts + query_lens,
-            self._tables[row_index],
+            self._state.tables[row_index],
             spec=self._spec,
             target=self._target,  # type: ignore[arg-type]
             shape=shape.plan,
@@ -176,12 +203,16 @@ class InputBuilder:
         floats[:, 1] = 1.0
         flags = np.zeros(3, np.int32)
         if count:
-            floats[:count], ints[:count], seeds[:count] = self._floats[rows], self._ints[rows], self._seeds[rows]
+            floats[:count], ints[:count], seeds[:count] = (
+                self._state.floats[rows],
+                self._state.ints[rows],
+                self._state.seeds[rows],
+            )
             token_index[:count] = ends[source] - 1
             position[:count] = totals[source]
             early = position[:count] - ints[:count, 2] < ints[:count, 3]
-            banned[:count] = np.where(early[:, None], self._banned[rows], -1)
-            flags[:] = self._flags[rows].any(axis=0)
+            banned[:count] = np.where(early[:, None], self._state.banned[rows], -1)
+            flags[:] = self._state.flags[rows].any(axis=0)
         return SamplingInputs(
             token_index=token_index,
             seed=seeds,

@@ -2,12 +2,13 @@
 
 import dataclasses
 from pathlib import Path
+from typing import cast
 
 import jax
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import CapacityError, ConfigError
-from jaxpaged.model.attention import AttentionBackend
+from jaxpaged.model.attention import AttentionBackend, Implementation
 from jaxpaged.model_config import ModelConfig
 
 TARGETS = {"xla": "cpu", "reference": "cpu", "triton": "gpu", "mosaic_tpu": "tpu"}
@@ -90,7 +91,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Platform:
         dtype=dtype,
         kv_dtype=kv_dtype,
         page_size=page_size,
-        backend=AttentionBackend(implementation, interpret),
+        backend=AttentionBackend(cast(Implementation, implementation), interpret),
         target=TARGETS[implementation],
         query_tile=128 if name == "tpu" and "v4" not in jax.local_devices()[0].device_kind else 64,
         scan_layers=name != "cpu",

@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxpaged.engine.input_builder import MAX_BANNED
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.model.sampling import MAX_TOP
@@ -137,9 +139,11 @@ class RequestBuilder:
 
     @staticmethod
     def _id_list(prompt: Any) -> list[int]:
-        if isinstance(prompt, (bytes, str)) or (not isinstance(prompt, (Sequence,)) and not hasattr(prompt, "tolist")):
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        if isinstance(prompt, (bytes, str)) or not isinstance(prompt, Sequence):
             raise InvalidRequestError(f"prompt: got {type(prompt).__name__}, wants text, token ids or messages")
-        return list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+        return list(prompt)
 
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:

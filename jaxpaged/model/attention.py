@@ -9,6 +9,7 @@ from jaxpaged.model.layers import linear
 from jaxpaged.model.rope import apply_rope
 from jaxpaged.model_config import ModelConfig
 from pallas_kernels import paged_attention, write_kv
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.plan import AttentionPlan
 from pallas_kernels.pool import KVPool
 
@@ -22,7 +23,7 @@ class AttentionBackend:
         interpret: run Pallas kernels in interpret mode (tests without the device).
     """
 
-    implementation: str = "xla"
+    implementation: Implementation = "xla"
     interpret: bool = False
 
     @property
@@ -72,4 +73,5 @@ def attention(
         implementation=backend.implementation,
         interpret=backend.interpret,
     )
+    assert isinstance(out, jax.Array)  # no log-sum-exp was asked for
     return linear(out.reshape(x.shape[0], heads * dim), layer_params["o_proj"], layer_params.get("o_bias")), pool

@@ -6,6 +6,7 @@ returns it. Layers are unrolled (CPU) or scanned over stacked parameters (accele
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,7 @@ class Llama(nnx.Module):
         def arrays(layer: DecoderLayer) -> dict[str, jax.Array]:
             return {name: getattr(layer, name)[...] for name in layer_params(config)}
 
-        if self.scan_layers:
+        if isinstance(self.layers, DecoderLayer):
 
             def body(carry, scanned):
                 params, layer = scanned
@@ -92,7 +93,9 @@ class Llama(nnx.Module):
 
             (x, pool), _ = lax.scan(body, (x, pool), (arrays(self.layers), jnp.arange(config.num_layers, dtype=jnp.int32)))
         else:
-            for i, layer in enumerate(self.layers):
+            for i in range(config.num_layers):
+                layer = self.layers[i]
+                assert isinstance(layer, DecoderLayer)
                 x, pool = layer_fn(arrays(layer), x, pool, jnp.int32(i))
         return x, pool
 
@@ -112,7 +115,7 @@ class SplitModel:
     """
 
     graphdef: nnx.GraphDef
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any
     leaves: tuple[jax.Array, ...]
 
     def merge(self, leaves: tuple[jax.Array, ...]) -> Llama:

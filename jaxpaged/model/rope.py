@@ -13,6 +13,7 @@ import numpy as np
 from jaxpaged.errors import CheckpointError
 from jaxpaged.model_config import ModelConfig, RopeConfig
 
+Array = np.ndarray | jax.Array
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -85,7 +86,7 @@ def _yarn(base: np.ndarray, rope: RopeConfig, head_dim: int) -> tuple[np.ndarray
     return (base / rope.factor * (1 - keep) + base * keep).astype(np.float32), float(factor)
 
 
-def rope_tables(config: ModelConfig, positions: jax.Array, lengths: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def rope_tables(config: ModelConfig, positions: Array, lengths: Array | None) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of a flat token batch.
 
     Args:

@@ -146,7 +146,7 @@ def _attend(q, pool: KVPool, plan: AttentionPlan, layer, rows, q_pos, lens, bloc
         k, v, scales = _gather_block(pool, plan, layer, rows, lens, block, pages, live)
         return _online_block(state, q, k, v, scales, q_pos, k_pos, live, options, tile == 1)
 
-    out, lse = _finish(lax.fori_loop(*blocks, body, state), options)
+    out, lse = _finish(lax.fori_loop(blocks[0], blocks[1], body, state), options)
     out = out.reshape(count, kv_heads, tile, group, dim).swapaxes(1, 2).reshape(count, tile, heads, dim)
     return out, lse.reshape(count, kv_heads, tile, group).swapaxes(1, 2).reshape(count, tile, heads)
 
