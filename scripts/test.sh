@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Sets up .venv and runs every check: format, lint, import rules, types, tests. With --all the long tests too, and the compilers
-# for GPUs and TPUs that are not there (an environment of their own, about 1 GB).
+# for GPUs and TPUs that are not there (an environment of their own, about 1 GB). With --grid the kernels' whole grid (an hour).
 # Other arguments go to pytest: scripts/test.sh tests/host -k batch
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh
 
-select=(-m "not long")
 all=
-if [ "${1:-}" = "--all" ]; then
-  select=(-m "long or not long")
-  all=1
-  shift
-fi
+case "${1:-}" in
+  --all | --grid)
+    all="${1#--}"
+    shift
+    ;;
+esac
 
 make_venv
 once test install_test
@@ -30,5 +30,15 @@ say "import-linter"
 "$VENV/bin/lint-imports" --no-cache
 say "pyright"
 "$VENV/bin/python" -m pyright --pythonpath "$VENV/bin/python"
+run() { "$VENV/bin/python" -m pytest -n 2 --dist loadfile "$@"; }
+if [ "$all" = grid ]; then
+  say "pytest: the kernels' whole grid"
+  run -m grid "$@"
+  exit
+fi
 say "pytest"
-exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile "${select[@]}" "$@"
+run -m "not long" "$@"
+if [ -n "$all" ]; then
+  say "pytest: the long tail"
+  run -m "long and not grid" "$@"
+fi
