@@ -107,7 +107,8 @@ class EngineConfig:
         preemption_mode: "auto", "recompute" or "swap".
         swap_space: GiB of host memory for swapped-out and offloaded pages; 0 for none.
         offload_cached_pages: move cached pages to ``swap_space`` before they are lost.
-        async_scheduling: schedule the next step while the device runs the current one.
+        async_scheduling: schedule the next step while the device runs the current one. None: on TPU and GPU yes; on CPU no,
+            where the host's work would take a core from the model's.
         event_log: path of the JSONL page-event log; None writes none.
         debug: poison freed pages with NaN and check every invariant after each step (slow).
         compilation_cache_dir: of the persistent compilation cache; None takes JAX's own setting or
@@ -132,7 +133,7 @@ class EngineConfig:
     preemption_mode: str = "auto"
     swap_space: float = 0.0
     offload_cached_pages: bool = False
-    async_scheduling: bool = True
+    async_scheduling: bool | None = None
     event_log: str | None = None
     debug: bool = False
     compilation_cache_dir: str | None = None
@@ -157,7 +158,9 @@ class EngineConfig:
             raise ConfigError(f"memory_fraction: got {fraction!r}, wants a number in (0, 1]")
         if isinstance(self.swap_space, bool) or not isinstance(self.swap_space, (int, float)) or not 0 <= self.swap_space < 1e6:
             raise ConfigError(f"swap_space: got {self.swap_space!r}, wants GiB >= 0")
-        for name in ("enable_prefix_caching", "offload_cached_pages", "async_scheduling", "debug"):
+        if self.async_scheduling not in (None, True, False):
+            raise ConfigError(f"async_scheduling: got {self.async_scheduling!r}, wants true, false or null")
+        for name in ("enable_prefix_caching", "offload_cached_pages", "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: got {getattr(self, name)!r}, wants true or false")
         if self.preemption_mode == "swap" and self.swap_space == 0:

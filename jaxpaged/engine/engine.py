@@ -111,6 +111,8 @@ class Engine:
         self._final_only: set[str] = set()
         self._pending: deque[PendingStep] = deque()
         self._arrival = 0
+        asked = config.async_scheduling
+        self._async = self.platform.name != "cpu" if asked is None else asked
 
     def _max_model_len(self) -> int:
         own = self.model_config.max_position_embeddings
@@ -216,14 +218,14 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Advances every running sequence by one step of the device.
 
-        With ``async_scheduling`` the next step is planned and dispatched before the results of the current one are awaited.
+        With ``async_scheduling`` on, the next step is planned and dispatched before the results of the current one are awaited.
 
         Returns:
             Requests that got a token or ended, in arrival order.
         """
         if not self._pending:
             self._dispatch()
-        if self.config.async_scheduling:
+        if self._async:
             self._dispatch()
         if not self._pending:
             return []
