@@ -57,14 +57,14 @@ def test_each_alone():
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_pool_for_one_request_and_a_little(caching: bool):
     """The longest needs 17 pages; requests are preempted many times."""
-    small = engine(num_pages=17, enable_prefix_caching=caching)
-    # Long answers of short prompts together, so that they outgrow the pool; each item several times.
+    small = engine(num_pages=17, max_num_seqs=8, enable_prefix_caching=caching)
     check(run(small, prompts(), params()))
+    # Long answers of short prompts together outgrow the pool.
     before = small.stats().num_preemptions
     chosen = [
         i for i, item in enumerate(items()) if item["kind"] != "chat_shared_system" and len(item["output_token_ids"]) >= 48
     ]
-    many = chosen * 6
+    many = chosen * 3
     outputs = run(small, [prompts()[i] for i in many], [params()[i] for i in many])
     for i, output in zip(many, outputs, strict=True):
         assert tokens(output) == items()[i]["output_token_ids"]
