@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 SAMPLE = 8
-WHOLE = {"test_compile_matrix.py", "test_triton_check_script.py"}
+WHOLE = {"test_triton_check_script.py"}
+NEVER = {"test_every_kernel_and_step_is_within_budget"}  # the whole compile matrix; CI runs the quick set
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,5 +20,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent != here or item.path.name in WHOLE or item.get_closest_marker("long") is None:
             continue
-        if zlib.crc32(item.nodeid.encode()) % SAMPLE:
+        if item.name in NEVER or zlib.crc32(item.nodeid.encode()) % SAMPLE:
             item.add_marker(pytest.mark.grid)
