@@ -134,10 +134,17 @@ def tpu_kernels(files: list[pathlib.Path], hlo: str) -> tuple[Kernel, ...]:
     return tuple(Kernel(name=n, bundles=b, spills=spills.get(n)) for n, b in sorted(bundles.items()))
 
 
-def gpu_kernels(files: list[pathlib.Path], arch: str) -> tuple[Kernel, ...]:
+def find_ptxas() -> tuple[str, str]:
+    """Path and version of the toolkit's ``ptxas``, as ``targets.find_cuda`` finds it; empty where there is none."""
+    path = shutil.which("ptxas", path=f"{targets.find_cuda()}/bin") or shutil.which("ptxas")
+    if not path:
+        return "", ""
+    words = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    return path, next(iter(re.findall(r"\bV(\d+[\d.]*)", words)), "unknown")
+
+
+def gpu_kernels(files: list[pathlib.Path], arch: str, ptxas: str) -> tuple[Kernel, ...]:
     """Registers, spills, shared memory and 16-byte copies of the kernels in the dumped PTX, by ``ptxas -v``."""
-    cuda = targets.find_cuda()
-    ptxas = shutil.which("ptxas") or (f"{cuda}/bin/ptxas" if cuda else None)
     found = []
     for path in files:
         if path.suffix != ".ptx" or not ptxas:
@@ -172,6 +179,7 @@ def main(name: str, request: str, result: str, dump: str) -> None:
     target = targets.TARGETS[name]
     dev = device(target)
     folder = pathlib.Path(dump)
+    ptxas, ptxas_version = find_ptxas() if target.platform == "gpu" else ("", "")
     for job in json.loads(pathlib.Path(request).read_text()):
         for path in folder.iterdir():
             path.unlink()
@@ -180,8 +188,8 @@ def main(name: str, request: str, result: str, dump: str) -> None:
             fn, args, donate = getattr(importlib.import_module(module), function)(**job["kwargs"])
             report, hlo = compile_here(target, dev, job["name"], fn, args, donate)
             files = sorted(folder.iterdir())
-            kernels = tpu_kernels(files, hlo) if target.platform == "tpu" else gpu_kernels(files, target.arch)
-            report = dataclasses.replace(report, kernels=kernels)
+            kernels = tpu_kernels(files, hlo) if target.platform == "tpu" else gpu_kernels(files, target.arch, ptxas)
+            report = dataclasses.replace(report, kernels=kernels, ptxas_version=ptxas_version)
         except Exception as error:  # every failure of one job is its report
             lines = [x for x in str(error).splitlines() if x.strip()] or [""]
             report = Compiled(job["name"], name, error=f"{type(error).__name__}: {' | '.join(lines)[:900]}")

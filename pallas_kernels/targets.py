@@ -108,6 +108,7 @@ class Compiled:
         kernels: one entry per kernel.
         seconds: wall-clock time of lowering and compiling.
         jax_version: of the process that compiled it.
+        ptxas_version: GPU: of the assembler that counted the registers; another version counts differently.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Compiled:
     kernels: tuple[Kernel, ...] = ()
     seconds: float = 0.0
     jax_version: str = ""
+    ptxas_version: str = ""
 
     @property
     def ok(self) -> bool:
@@ -150,13 +152,24 @@ class Job:
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def find_cuda() -> str | None:
-    """Root of a CUDA toolkit (with ``bin/ptxas`` and ``nvvm/libdevice``): ``CUDA_HOME``, else beside ``ptxas`` on the PATH.
+def find_cuda(python: str | None = None) -> str | None:
+    """Root of a CUDA toolkit (with ``bin/ptxas`` and ``nvvm/libdevice``).
+
+    The ``nvidia-cuda-nvcc-cu12`` wheel beside the interpreter comes first, so that counts do not depend on what else a machine
+    has; then ``CUDA_HOME``, the folder of ``ptxas`` on the PATH, and ``/usr/local/cuda``.
+
+    Args:
+        python: interpreter of the process that will compile; None for the running one.
 
     Returns:
         The folder, or None where there is none (compiling then relies on what the CUDA plugin brings).
     """
-    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    lib = pathlib.Path(python or sys.executable).parent.parent / "lib"
+    roots = [
+        *map(str, lib.glob("python*/site-packages/nvidia/cuda_nvcc")),
+        os.environ.get("CUDA_HOME"),
+        os.environ.get("CUDA_PATH"),
+    ]
     ptxas = shutil.which("ptxas")
     if ptxas:
         roots.append(str(pathlib.Path(ptxas).resolve().parent.parent))
@@ -167,12 +180,13 @@ def find_cuda() -> str | None:
     return None
 
 
-def environment(target: Target, dump_dir: str | None) -> dict[str, str]:
+def environment(target: Target, dump_dir: str | None, python: str | None = None) -> dict[str, str]:
     """Environment variables under which a process can compile for ``target``; they must be set before jax is imported.
 
     Args:
         target: the device.
         dump_dir: folder for the compiler's listings; None for no listings (whole models have very many).
+        python: interpreter of that process; None for the running one.
 
     Returns:
         Variables to add to the process's environment.
@@ -191,7 +205,7 @@ def environment(target: Target, dump_dir: str | None) -> dict[str, str]:
         flags = [os.environ.get("XLA_FLAGS", ""), "--xla_gpu_autotune_level=0"]
         if dump_dir:
             flags.append(f"--xla_dump_to={dump_dir}")
-        cuda = find_cuda()
+        cuda = find_cuda(python)
         if cuda:
             flags.append(f"--xla_gpu_cuda_data_dir={cuda}")
         env["XLA_FLAGS"] = " ".join(f for f in flags if f)
@@ -257,7 +271,7 @@ def _run_worker(target: Target, jobs: list[Job], python: str, paths, timeout_s: 
     with tempfile.TemporaryDirectory(prefix="jaxpaged-compile-") as folder:
         dump = os.path.join(folder, "dump")
         os.mkdir(dump)
-        env = os.environ | environment(target, dump if listings else None)
+        env = os.environ | environment(target, dump if listings else None, python)
         env["PYTHONPATH"] = os.pathsep.join([str(p) for p in paths] + [str(_HERE.parent), env.get("PYTHONPATH", "")])
         request = os.path.join(folder, "jobs.json")
         result = os.path.join(folder, "reports.jsonl")

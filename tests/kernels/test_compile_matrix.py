@@ -81,12 +81,16 @@ def report(**fields) -> Compiled:
         ({"donated_bytes": 2**30, "alias_bytes": 2**30, "temp_bytes": 2**24}, "temporary memory 16.0 MiB"),
         ({"target": "h200", "kernels": (Kernel("paged_decode", spills=8, registers=90),)}, "spills registers"),
         ({"target": "h200", "kernels": (Kernel("paged_decode", spills=0, registers=99),)}, "99 registers, budget 90"),
+        ({"target": "h200", "ptxas_version": "13.0", "kernels": (Kernel("paged_decode", spills=0, registers=99),)}, ""),
+        ({"target": "h200", "ptxas_version": "13.0", "kernels": (Kernel("paged_decode", spills=8, registers=90),)}, "spills"),
     ],
 )
 def test_what_counts_as_wrong(fields, words):
     """Every condition of the matrix is noticed, and a good report passes."""
     old = {"paged_decode": {"bundles": 100, "spills": 10, "registers": 90}}
-    budget = {"1": {"v5e": {"decode": old}, "h200": {"decode": old}}}
+    budget = {"1": {"v5e": {"decode": old}, "h200": {"decode": old, "ptxas": "12.9"}}}
+    if fields.get("target") == "h200":
+        fields = {"ptxas_version": "12.9"} | fields
     wrong = "; ".join(compile_matrix.judge(report(**fields), budget))
     assert (words in wrong) if words else not wrong
 
