@@ -15,16 +15,32 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return normed.astype(x.dtype) * weight
 
 
+FEW_ROWS = 16  # up to here a bfloat16 product on CPU streams its weights rather than packs them
+
+
+def _rows_first(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _weights_first(x: jax.Array, weight: jax.Array) -> jax.Array:
+    y = lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return lax.optimization_barrier(y).T  # without the barrier the product is turned around again
+
+
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_dtype=None) -> jax.Array:
     """``x [T, in] @ weight.T`` with ``weight [out, in]``, accumulated in float32.
 
     Weights keep the checkpoint's ``[out, in]`` order: on XLA:CPU a bfloat16 product with both contracted axes minor and a
-    float32 result is the one that reaches the matrix units.
+    float32 result is the one that reaches the matrix units. Its right side is packed at every call, so with few rows the
+    weights go on the left (up to twice as fast for decode steps; measured in docs/performance.md).
 
     Args:
         out_dtype: of the result; None takes ``x``'s.
     """
-    y = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    if x.shape[0] <= FEW_ROWS and x.dtype != jnp.float32:
+        y = lax.platform_dependent(x, weight, cpu=_weights_first, default=_rows_first)
+    else:
+        y = _rows_first(x, weight)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x.dtype if out_dtype is None else out_dtype)

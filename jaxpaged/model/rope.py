@@ -121,6 +121,7 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     Returns:
         The rotated array in ``x``'s dtype (computed in float32).
     """
-    half = x.shape[-1] // 2
-    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    wide = x.astype(jnp.float32)
+    turned = jnp.roll(wide, x.shape[-1] // 2, axis=-1)
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    return (wide * cos + turned * sin).astype(x.dtype)

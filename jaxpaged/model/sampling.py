@@ -5,6 +5,8 @@ key folded from the three. Filters find their threshold by bisecting over float 
 and keeps all tokens that tie with the last one kept.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,6 +14,7 @@ from jax import lax
 from jaxpaged.model.inputs import SamplingInputs, StepOutputs
 
 MAX_TOP = 64
+ARGMAX_BLOCK = 512
 NEG_INF = float("-inf")
 
 
@@ -58,6 +61,21 @@ def _gumbel(s: SamplingInputs, vocab: int) -> jax.Array:
     return jax.vmap(row)(s.seed, s.sample, s.position)
 
 
+def first_argmax(x: jax.Array) -> jax.Array:
+    """The first index of each row's largest value, int32 ``[R]``, for ``x [R, V]``; of equal values the first, as ``argmax``.
+
+    Looks for the largest block of values first: a plain maximum is vectorised on every backend, an index beside it is not.
+    """
+    rows, vocab = x.shape
+    block = math.gcd(vocab, ARGMAX_BLOCK)
+    if block < 32:
+        return jnp.argmax(x, axis=-1).astype(jnp.int32)
+    blocks = x.reshape(rows, vocab // block, block)
+    which = jnp.argmax(blocks.max(-1), axis=-1).astype(jnp.int32)
+    inside = jnp.take_along_axis(blocks, which[:, None, None], axis=1)[:, 0]
+    return which * block + jnp.argmax(inside, axis=-1).astype(jnp.int32)
+
+
 def sample(logits: jax.Array, s: SamplingInputs, *, valid_vocab: int | None = None) -> StepOutputs:
     """Draws one token per row.
 
@@ -80,19 +98,16 @@ def sample(logits: jax.Array, s: SamplingInputs, *, valid_vocab: int | None = No
     banned = jnp.where(s.banned < 0, vocab, s.banned)
     allowed = allowed.at[rows, banned].set(NEG_INF, mode="drop")
 
-    def greedy(x: jax.Array) -> jax.Array:
-        return jnp.argmax(x, axis=-1).astype(jnp.int32)
-
     def draw(x: jax.Array) -> jax.Array:
         warm = s.temperature > 0
         scaled = x / jnp.where(warm, s.temperature, 1.0)[:, None]
         scaled = lax.cond(s.flags[1] > 0, lambda y: filter_logits(y, s), lambda y: y, scaled)
         floor = scaled.max(-1, keepdims=True) + jnp.log(s.min_p)[:, None]
         scaled = jnp.where(scaled >= floor, scaled, NEG_INF)
-        noisy = jnp.argmax(scaled + _gumbel(s, vocab), axis=-1).astype(jnp.int32)
-        return jnp.where(warm, noisy, greedy(x))
+        noisy = first_argmax(scaled + _gumbel(s, vocab))
+        return jnp.where(warm, noisy, first_argmax(x))
 
-    tokens = lax.cond(s.flags[0] > 0, draw, greedy, allowed)
+    tokens = lax.cond(s.flags[0] > 0, draw, first_argmax, allowed)
     logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - logsumexp
     top = min(MAX_TOP, vocab)
 

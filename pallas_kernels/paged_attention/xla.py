@@ -1,7 +1,7 @@
 """Paged attention in plain XLA: blocked online softmax over gathered pages, fast on CPU, correct everywhere.
 
-Decode rows run together, one block of pages at a time; query tiles of longer rows run one after another. Both loops stop at
-the longest live length, so nothing is compiled per length and no step pays for the table's full width.
+Decode rows run together in groups, one block of pages at a time, and so do query tiles of longer rows. Loops stop at the
+longest live length of a group, so nothing is compiled per length and no step pays for the table's full width.
 
 Source: online softmax as in Milakov and Gimelshein 2018 ("Online normalizer calculation for softmax"), blocked as in
 FlashAttention (Dao et al. 2022), over pages as in Kwon et al. 2023 section 4.1.
@@ -18,6 +18,7 @@ from pallas_kernels.pool import KVPool, PoolSpec, from_storage
 MASKED = -1e30  # a masked score
 EMPTY = -1e20  # the running maximum before any score: far above MASKED, so that masked probabilities are exactly 0
 ROW_GROUP = 16  # decode rows that run together: their block of K and V stays in a core's cache
+TILE_GROUP = 4  # query tiles that run together, so that many short prompts do not pay for library calls one by one
 
 
 def _block_pages(page_size: int, tokens: int) -> int:
@@ -176,14 +177,17 @@ def paged_attention(
     del interpret
     pages = _block_pages(plan.page_size, tiles.kv_tile if tiles is not None and tiles.kv_tile else 64)
     out_dtype = q.dtype if out_dtype is None else out_dtype
-    out, lse = _decode_rows(q, pool, plan, layer, options, pages, out_dtype)
+    out, lse = _decode_rows(q, pool, plan, layer, options, pages)
     if plan.query_tiles.shape[0]:
         out, lse = _query_tiles(q, pool, plan, layer, options, pages, out, lse)
-    return out, lse if return_lse else None
+    return out.astype(out_dtype), lse if return_lse else None
 
 
-def _decode_rows(q, pool: KVPool, plan: AttentionPlan, layer, options: AttentionOptions, pages: int, out_dtype):
-    """Attention of the rows with one query token, in groups of rows of similar length; zeros everywhere else."""
+def _decode_rows(q, pool: KVPool, plan: AttentionPlan, layer, options: AttentionOptions, pages: int):
+    """Attention of the rows with one query token, in groups of rows of similar length; zeros everywhere else.
+
+    Loops carry their output in float32: XLA:CPU widens, updates and narrows a whole 16-bit array for every update of a part.
+    """
     tokens, heads, dim = q.shape
     span, count = pages * plan.page_size, plan.shape.num_seqs
     group = min(ROW_GROUP, count)
@@ -212,34 +216,35 @@ def _decode_rows(q, pool: KVPool, plan: AttentionPlan, layer, options: Attention
             options,
             pages,
         )
-        out = out.at[token].set(o.reshape(group, heads, dim).astype(out.dtype), mode="drop", unique_indices=True)
+        out = out.at[token].set(o.reshape(group, heads, dim), mode="drop", unique_indices=True)
         return out, lse.at[token].set(s.reshape(group, heads), mode="drop", unique_indices=True)
 
-    init = jnp.zeros((tokens, heads, dim), out_dtype), jnp.full((tokens, heads), -jnp.inf)
+    init = jnp.zeros((tokens, heads, dim)), jnp.full((tokens, heads), -jnp.inf)
     return lax.fori_loop(0, -(-jnp.sum(query_lens == 1) // group), body, init)
 
 
 def _query_tiles(q, pool: KVPool, plan: AttentionPlan, layer, options: AttentionOptions, pages: int, out, lse):
-    tile, span = plan.query_tile, pages * plan.page_size
-    tokens, heads, dim = q.shape
-    pad = ((0, tile), (0, 0), (0, 0))
-    q, out, lse = jnp.pad(q, pad), jnp.pad(out, pad), jnp.pad(lse, pad[:2])
+    tile, span, group = plan.query_tile, pages * plan.page_size, min(TILE_GROUP, plan.query_tiles.shape[0])
+    tokens = q.shape[0]
+    tiles = jnp.pad(plan.query_tiles, ((0, -plan.query_tiles.shape[0] % group), (0, 0)))
+    live = jnp.arange(tiles.shape[0]) < plan.num_counts[1]
+    tiles = jnp.where(live[:, None], tiles, 0)  # what is left of the last group: no tokens, no keys
+    window = options.sliding_window
 
     def body(i, carry):
         out, lse = carry
-        row, first_token, count, position = (plan.query_tiles[i, j] for j in range(4))
-        q_tile = lax.dynamic_slice_in_dim(q, first_token, tile)[None]
-        q_pos = position + jnp.arange(tile)[None]
-        length = plan.seq_lens[row]
+        rows, first_token, count, position = (lax.dynamic_slice_in_dim(tiles[:, j], i * group, group) for j in range(4))
+        offset = jnp.arange(tile)[None]
+        at = jnp.where(offset < count[:, None], first_token[:, None] + offset, tokens)
+        length = jnp.where(count > 0, plan.seq_lens[rows], 0)
         end = jnp.minimum(position + count, length) if options.causal else length
-        window = options.sliding_window
-        first = 0 if window is None else jnp.maximum(position - window + 1, 0) // span
-        o, s = _attend(q_tile, pool, plan, layer, row[None], q_pos, length[None], (first, -(-end // span)), options, pages)
-        keep = jnp.arange(tile) < count
-        old_o, old_s = lax.dynamic_slice_in_dim(out, first_token, tile), lax.dynamic_slice_in_dim(lse, first_token, tile)
-        o = jnp.where(keep[:, None, None], o.reshape(tile, heads, dim).astype(out.dtype), old_o)
-        s = jnp.where(keep[:, None], s.reshape(tile, heads), old_s)
-        return lax.dynamic_update_slice_in_dim(out, o, first_token, 0), lax.dynamic_update_slice_in_dim(lse, s, first_token, 0)
+        first = 0
+        if window is not None:
+            first = jnp.maximum(jnp.min(jnp.where(count > 0, position, 2**30)) - window + 1, 0) // span
+        q_tiles = q.at[at].get(mode="clip")
+        q_pos = position[:, None] + offset
+        o, s = _attend(q_tiles, pool, plan, layer, rows, q_pos, length, (first, -(-jnp.max(end) // span)), options, pages)
+        out = out.at[at].set(o, mode="drop")
+        return out, lse.at[at].set(s, mode="drop")
 
-    out, lse = lax.fori_loop(0, plan.num_counts[1], body, (out, lse))
-    return out[:tokens], lse[:tokens]
+    return lax.fori_loop(0, -(-plan.num_counts[1] // group), body, (out, lse))

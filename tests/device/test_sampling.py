@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.model.inputs import SamplingInputs
-from jaxpaged.model.sampling import MAX_TOP, filter_logits, sample
+from jaxpaged.model.sampling import MAX_TOP, filter_logits, first_argmax, sample
 
 WIDTH = 4
 
@@ -239,3 +239,16 @@ def test_top_logprobs_are_the_log_softmax_best_first():
     no_flag = inputs(3, temperature=0.0)
     no_flag.flags[2] = 0
     assert not np.asarray(_sample(logits, no_flag).top_ids).any()
+
+
+@pytest.mark.parametrize("vocab", [49152, 128256, 32000, 1000, 97, 64])
+def test_the_first_of_equal_largest_logits_wins(vocab: int):
+    """Whatever block the maximum is looked for in: ties across and inside blocks go to the first index, as in ``argmax``."""
+    rng = np.random.default_rng(vocab)
+    x = rng.integers(0, 5, (6, vocab)).astype(np.float32)
+    x[1] = 7.0
+    x[2] = -np.inf
+    x[2, vocab - 1] = -3.0
+    x[3, [vocab // 2, vocab - 1]] = 9.0
+    x[4] = -np.inf
+    assert jax.jit(first_argmax)(x).tolist() == np.argmax(x, axis=-1).tolist()

@@ -64,7 +64,7 @@ def test_nothing_is_compiled_after_warm_up(tiny_dir: Path, budget: int, seats: i
     check_rest(engine)
     stats = engine.stats()
     assert stats.num_page_copies > 10 and (stats.num_swapped_in_pages > 0) == bool(swap)
-    assert stats.num_preemptions > 10 or budget == 1, "with one token a step no two sequences grow at once"
+    assert stats.num_preemptions >= 5 or budget == 1, "with one token a step no two sequences grow at once"
     assert engine.ledger.num_compilations == warm and len(engine.ledger.entries) == named
 
 
