@@ -163,11 +163,11 @@ def read_tokenizer(directory: Path, eos_token_ids: Iterable[int] = ()) -> Tokeni
             backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         except Exception as error:
             raise CheckpointError(f"{directory / 'tokenizer.json'}: cannot be read as a tokenizer: {error}") from error
+        extra = _read_json(directory / "special_tokens_map.json")
     else:
-        backend = _convert(directory)
+        backend, extra = _convert(directory)
     backend.no_padding()
     backend.no_truncation()
-    extra = _read_json(directory / "special_tokens_map.json")
     ids: dict[str, int | None] = {}
     for role in ROLES:
         token = settings.get(f"{role}_token", extra.get(f"{role}_token"))
@@ -203,7 +203,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _convert(directory: Path) -> tokenizers.Tokenizer:
+def _convert(directory: Path) -> tuple[tokenizers.Tokenizer, Mapping[str, Any]]:
+    """The tokenizer of a directory without ``tokenizer.json``, and its special tokens by role, as ``transformers`` has them."""
     from transformers import AutoTokenizer  # takes seconds to import, and only old checkpoints need it
 
     try:
@@ -216,4 +217,4 @@ def _convert(directory: Path) -> tokenizers.Tokenizer:
     backend = getattr(converted, "backend_tokenizer", None)
     if backend is None:
         raise CheckpointError(f"{directory}: its tokenizer ({type(converted).__name__}) has no tokenizer.json form")
-    return backend
+    return backend, {name: str(token) for name, token in converted.special_tokens_map.items() if isinstance(token, str)}

@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import sentencepiece
 
 from jaxpaged.errors import CheckpointError, ConfigError, InvalidRequestError
 from jaxpaged.weights.chat_template import render_chat
@@ -237,16 +239,23 @@ def test_sentencepiece_merges_by_score_with_byte_fallback_and_space_prefix():
     assert bare.decode(bare.encode(" he")) == " he"
 
 
-def test_sentencepiece_equals_the_library_built_from_the_same_pieces(tmp_path):
-    """The same vocabulary trained and run by sentencepiece itself gives the same ids."""
-    sp = pytest.importorskip("sentencepiece")
-    corpus = tmp_path / "corpus.txt"
+def train_sentencepiece(folder: Path):
+    """A small sentencepiece model, written to ``folder/tokenizer.model``."""
+    corpus = folder / "corpus.txt"
     corpus.write_text("the quick brown fox jumps over the lazy dog\nhello world, hello there\n12 34 naïve café\n" * 30)
-    sp.SentencePieceTrainer.train(
-        input=str(corpus), model_prefix=str(tmp_path / "m"), vocab_size=340, model_type="bpe", byte_fallback=True,
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(folder / "tokenizer"), vocab_size=340, model_type="bpe", byte_fallback=True,
         normalization_rule_name="identity", minloglevel=2, remove_extra_whitespaces=False, split_digits=True,
     )  # fmt: skip
-    model = sp.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+
+
+TEXTS = ("hello quick world", "the the the", "brown  fox ", "Zebra 🙂 naïve 1234", "overlazy,dog")
+
+
+def test_sentencepiece_equals_the_library_built_from_the_same_pieces(tmp_path):
+    """The same vocabulary trained and run by sentencepiece itself gives the same ids."""
+    model = train_sentencepiece(tmp_path)
     count = model.get_piece_size()
     kinds = [2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else 1 for i in range(count)]
     fields = {
@@ -255,8 +264,21 @@ def test_sentencepiece_equals_the_library_built_from_the_same_pieces(tmp_path):
     }  # fmt: skip
     tokenizer = gguf_tokenizer({f"tokenizer.ggml.{k}": v for k, v in fields.items()}, "m.gguf")
     assert tokenizer is not None
-    for text in ("hello quick world", "the the the", "brown  fox ", "Zebra 🙂 naïve 1234", "overlazy,dog", " x"):
+    for text in (*TEXTS, " x"):
         assert tokenizer.encode(text) == model.encode(text), text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_directory_with_nothing_but_a_sentencepiece_model(tmp_path):
+    """Older Llama and Vicuna checkpoints have ``tokenizer.model`` and no ``tokenizer.json``."""
+    model = train_sentencepiece(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False})
+    )
+    tokenizer = read_tokenizer(tmp_path)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == [1, *model.encode(text)], text
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 

@@ -34,7 +34,7 @@ def test_every_line_gets_its_own_result_in_input_order(tmp_path):
 
 
 def test_bad_lines_become_error_records_with_true_line_numbers_and_stop_nothing(tmp_path):
-    """One file with every fault: a list, broken JSON, null, an unknown field, an over-long prompt, a repeated id, invalid
+    """B56: one file with every fault: a list, broken JSON, null, an unknown field, an over-long prompt, a repeated id, invalid
     UTF-8, a request that fails while running, one larger than the pool and an empty prompt, between good lines and a blank."""
     lines = [
         b'{"id": "good", "prompt": "hello"}',

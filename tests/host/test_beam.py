@@ -148,7 +148,7 @@ def tables(harness, req):
 
 
 def test_beams_share_and_drop_pages():
-    """R11: forks name pages, dropped beams give them back, only a shared last page is copied; full pages never move."""
+    """R11, B37: forks name their parent's pages, dropped beams give them back, only a shared last page is copied."""
     harness = Harness(num_pages=40)
     req = harness.add(request("a", 6, beam_params(3, 8, ignore_eos=True)))
     output = harness.step()
