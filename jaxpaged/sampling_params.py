@@ -13,18 +13,26 @@ from jaxpaged.errors import InvalidRequestError
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
+MAX_INT32 = 2**31 - 1  # what a row's integers may be on the device
+MAX_TEMPERATURE = 1e6  # beyond it float32 scores underflow
+MAX_LENGTH_PENALTY = 32.0  # a length raised to it stays far inside a float
 
 
 def _fail(field: str, got: object, wants: str) -> None:
-    raise InvalidRequestError(f"{field}: got {got!r}, wants {wants}")
+    shown = f"an integer of {got.bit_length()} bits" if isinstance(got, int) and got.bit_length() > 128 else repr(got)
+    raise InvalidRequestError(f"{field}: got {shown}, wants {wants}")
 
 
 def _number(field: str, value: object, wants: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         _fail(field, value, wants)
-    if not math.isfinite(value):  # type: ignore[arg-type]
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
         _fail(field, value, wants)
-    return float(value)  # type: ignore[arg-type]
+    return number
 
 
 def _integer(field: str, value: object, wants: str, low: int, high: int | None = None) -> int:
@@ -42,7 +50,7 @@ class SamplingParams:
     Args:
         n: completions to return for the prompt, >= 1. All share the prompt's pages.
         best_of: completions to generate; the ``n`` with the highest cumulative log-probability are returned. None means ``n``.
-        temperature: >= 0. 0 is greedy; values below 1e-5 are treated as greedy too (dividing by them overflows).
+        temperature: in [0, 1e6]. 0 is greedy; values below 1e-5 are treated as greedy too (dividing by them overflows).
         top_k: keep the ``top_k`` most likely tokens; None, 0 and -1 keep all.
         top_p: keep the smallest set of tokens whose probability reaches ``top_p``, in (0, 1]; 1 keeps all.
         min_p: drop tokens less likely than ``min_p`` times the most likely one, in [0, 1]; 0 keeps all.
@@ -79,11 +87,12 @@ class SamplingParams:
         _integer("n", self.n, "an integer >= 1", 1)
         if self.best_of is not None:
             _integer("best_of", self.best_of, f"an integer >= n ({self.n}), or None", self.n)
-        if _number("temperature", self.temperature, "a finite number >= 0") < 0:
-            _fail("temperature", self.temperature, "a finite number >= 0")
+        wants = f"a number in [0, {MAX_TEMPERATURE:g}]"
+        if not 0 <= _number("temperature", self.temperature, wants) <= MAX_TEMPERATURE:
+            _fail("temperature", self.temperature, wants)
         if self.top_k is None or self.top_k == -1:
             set_("top_k", 0)
-        _integer("top_k", self.top_k, "an integer >= 1, or None, 0 or -1 for all tokens", 0)
+        _integer("top_k", self.top_k, f"an integer in [1, {MAX_INT32}], or None, 0 or -1 for all tokens", 0, MAX_INT32)
         if not 0 < _number("top_p", self.top_p, "a number in (0, 1]") <= 1:
             _fail("top_p", self.top_p, "a number in (0, 1]")
         if not 0 <= _number("min_p", self.min_p, "a number in [0, 1]") <= 1:
@@ -92,7 +101,7 @@ class SamplingParams:
             _integer("seed", self.seed, f"an integer in [0, {MAX_SEED}], or None", 0, MAX_SEED)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, "an integer >= 1, or None for the model's limit", 1)
-        _integer("min_tokens", self.min_tokens, "an integer >= 0", 0)
+        _integer("min_tokens", self.min_tokens, f"an integer in [0, {MAX_INT32}]", 0, MAX_INT32)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _fail("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         ids = () if self.stop_token_ids is None else self.stop_token_ids
@@ -143,7 +152,7 @@ class BeamSearchParams:
     Args:
         beam_width: beams kept at each step, >= 1. The ``beam_width`` best hypotheses are returned, best first.
         max_tokens: most tokens to generate, >= 1.
-        length_penalty: a hypothesis scores ``sum_logprobs / generated_length ** length_penalty``.
+        length_penalty: in [-32, 32]; a hypothesis scores ``sum_logprobs / generated_length ** length_penalty``.
         early_stopping: True stops at ``beam_width`` finished hypotheses; False stops when no running beam can beat the
             worst finished one by the best score attainable now; "never" uses the best score attainable at full length.
         ignore_eos: EOS is an ordinary token.
@@ -161,8 +170,10 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         _integer("beam_width", self.beam_width, "an integer >= 1", 1)
         _integer("max_tokens", self.max_tokens, "an integer >= 1", 1)
-        _number("length_penalty", self.length_penalty, "a finite number")
-        if self.early_stopping not in (True, False, "never"):
+        wants = f"a number in [-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
+        if abs(_number("length_penalty", self.length_penalty, wants)) > MAX_LENGTH_PENALTY:
+            _fail("length_penalty", self.length_penalty, wants)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             _fail("early_stopping", self.early_stopping, 'true, false or "never"')
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):

@@ -73,6 +73,11 @@ class Detokenizer:
         piece = self._tokenizer.id_to_piece(token_id)
         return self._tokenizer.is_special(token_id) or (piece is not None and _BYTE_PIECE.fullmatch(piece) is not None)
 
+    @property
+    def seq_ids(self) -> list[int]:
+        """Sequences with a growing text."""
+        return list(self._streams)
+
     def forget(self, seq_id: int) -> None:
         """Drops the state of a sequence that has ended."""
         self._streams.pop(seq_id, None)

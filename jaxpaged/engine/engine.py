@@ -16,7 +16,7 @@ from jaxpaged.engine.load import load_model
 from jaxpaged.engine.model_runner import ModelRunner, PendingStep
 from jaxpaged.engine.output_builder import OutputBuilder
 from jaxpaged.engine.request_builder import RequestBuilder
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import ConfigError, InvalidRequestError, InvariantError
 from jaxpaged.model.kv_pages import addressable_pages, pool_spec
 from jaxpaged.outputs import EngineStats, RequestOutput
 from jaxpaged.request import Request, Sequence
@@ -110,6 +110,7 @@ class Engine:
         self._prompts: dict[str, str | None] = {}
         self._final_only: set[str] = set()
         self._pending: deque[PendingStep] = deque()
+        self._broken = ""  # why no further step can be trusted
         self._arrival = 0
         asked = config.async_scheduling
         self._async = self.platform.name != "cpu" if asked is None else asked
@@ -172,6 +173,7 @@ class Engine:
             InvalidRequestError: naming the field; nothing was queued.
             CapacityError: it could never fit into the pool; both numbers are in the message.
         """
+        self._check_usable()
         request, text = self._door.build(
             request_id, prompt, params, arrival=self._arrival, priority=priority, cache_salt=cache_salt
         )
@@ -186,6 +188,12 @@ class Engine:
 
     def fork(self, request_id: str, new_request_id: str, *, index: int = 0, params: SamplingParams | None = None) -> None:
         """Continues a live sequence a second way; the fork shares its pages until it writes (see ``Scheduler.fork``)."""
+        self._check_usable()
+        self._door.check_id(new_request_id)
+        if params is not None:
+            if not isinstance(params, SamplingParams):
+                raise InvalidRequestError(f"params: got {type(params).__name__}, wants SamplingParams or None")
+            self._door.check_params(params)
         seed = params.seed if params is not None else None
         request = self._scheduler.fork(request_id, new_request_id, index=index, params=params, seed=seed, arrival=self._arrival)
         self._register(request, self._prompts.get(request_id), request_id in self._final_only)
@@ -223,14 +231,16 @@ class Engine:
         Returns:
             Requests that got a token or ended, in arrival order.
         """
+        self._check_usable()
         if not self._pending:
             self._dispatch()
         if self._async:
             self._dispatch()
         if not self._pending:
             return []
-        pending = self._pending.popleft()
-        result = self.runner.resolve(pending)
+        pending = self._pending[0]
+        result = self.runner.resolve(pending)  # interrupted here, the step can be awaited again
+        self._pending.popleft()
         progressed = self._scheduler.update_from_output(pending.output, result)
         if self.config.debug:
             self._scheduler.check_integrity()
@@ -238,8 +248,18 @@ class Engine:
 
     def _dispatch(self) -> None:
         output: SchedulerOutput = self._scheduler.schedule()
-        if output.scheduled:
-            self._pending.append(self.runner.dispatch(output, self._find))
+        try:
+            if output.scheduled:
+                self._pending.append(self.runner.dispatch(output, self._find))
+            else:  # nobody may run, but pages of a preempted group may have to leave
+                self.runner.move_pages(output)
+        except BaseException as error:  # the books now say that pages hold what was never written
+            self._broken = f"step {output.step} was planned but not run ({type(error).__name__}: {error})"
+            raise
+
+    def _check_usable(self) -> None:
+        if self._broken:
+            raise InvariantError(f"the engine cannot go on: {self._broken}; make a new one")
 
     def _find(self, seq_id: int) -> Sequence:
         seq = self._scheduler.sequence(seq_id)
@@ -253,16 +273,21 @@ class Engine:
                 reports.append(self._finish(request))
             else:
                 self.runner.release(seq.seq_id for seq in request.sequences if seq.finished)
+                self._forget_dropped_beams(request)
                 if request.request_id not in self._final_only:
                     reports.append(self._outputs.build(request, self._prompts[request.request_id]))
         return reports
 
     def _finish(self, request: Request) -> RequestOutput:
         self.runner.release(seq.seq_id for seq in request.sequences)
-        if isinstance(request.params, BeamSearchParams):  # dropped beams are not among its sequences any more
-            self.runner.release(i for i in self._builder.seq_ids if self._scheduler.sequence(i) is None)
+        self._forget_dropped_beams(request)
         self._final_only.discard(request.request_id)
         return self._outputs.build(request, self._prompts.pop(request.request_id, None))
+
+    def _forget_dropped_beams(self, request: Request) -> None:
+        if isinstance(request.params, BeamSearchParams):  # dropped beams are not among its sequences any more
+            self.runner.release([i for i in self._builder.seq_ids if self._scheduler.sequence(i) is None])
+            self._outputs.forget([i for i in self._outputs.seq_ids if self._scheduler.sequence(i) is None])
 
     # --- looking in --------------------------------------------------------------------------------------------------
 

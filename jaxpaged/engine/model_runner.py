@@ -153,8 +153,7 @@ class ModelRunner:
 
     def run(self, output: SchedulerOutput, shape: StepShape, flat: np.ndarray, *, wants_top: bool) -> PendingStep:
         """Starts a step whose inputs are built and packed; see ``dispatch``."""
-        self._check_ids(output)
-        self._move_pages(output)
+        self.move_pages(output)
         return PendingStep(output, self._run(shape, flat), wants_top)
 
     def resolve(self, pending: PendingStep) -> StepResult:
@@ -177,7 +176,13 @@ class ModelRunner:
             if pages and not (min(pages) >= 0 and max(pages) < high):
                 raise InvariantError(f"step {output.step}: page ids {min(pages)}..{max(pages)}, the pool has 0..{high - 1}")
 
-    def _move_pages(self, output: SchedulerOutput) -> None:
+    def move_pages(self, output: SchedulerOutput) -> None:
+        """Executes the page operations of a plan, in order: save, restore, copy. A plan without rows has only these.
+
+        Raises:
+            InvariantError: a page id outside the pool.
+        """
+        self._check_ids(output)
         if output.saves or output.restores:
             if self._host is None:
                 raise InvariantError(f"step {output.step} moves pages to or from the host, but there is no host pool")

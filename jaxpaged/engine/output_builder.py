@@ -1,5 +1,7 @@
 """From sequences to what callers see: texts, log-probabilities, finish reasons, the best ``n`` of ``best_of``."""
 
+from collections.abc import Iterable
+
 from jaxpaged.engine.detokenizer import Detokenizer
 from jaxpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.request import FinishReason, Request, Sequence
@@ -43,6 +45,16 @@ class OutputBuilder:
             num_cached_tokens=request.sequences[0].num_cached_tokens if request.sequences else 0,
             error=NON_FINITE if failed else None,
         )
+
+    @property
+    def seq_ids(self) -> list[int]:
+        """Sequences whose growing text is kept."""
+        return self._detokenizer.seq_ids
+
+    def forget(self, seq_ids: Iterable[int]) -> None:
+        """Drops the growing text of sequences that are gone."""
+        for seq_id in seq_ids:
+            self._detokenizer.forget(seq_id)
 
     @staticmethod
     def _chosen(request: Request) -> list[Sequence]:

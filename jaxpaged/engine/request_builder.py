@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.engine.input_builder import MAX_BANNED
-from jaxpaged.errors import InvalidRequestError
+from jaxpaged.errors import ConfigError, InvalidRequestError
 from jaxpaged.model.sampling import MAX_TOP
 from jaxpaged.model_config import ModelConfig
 from jaxpaged.request import Request
@@ -61,14 +61,14 @@ class RequestBuilder:
         Raises:
             InvalidRequestError: naming the field.
         """
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequestError(f"request_id: got {request_id!r}, wants a non-empty string")
+        self.check_id(request_id)
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError(f"sampling_params: got {type(params).__name__}, wants SamplingParams or BeamSearchParams")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(f"priority: got {priority!r}, wants an integer")
         if not isinstance(cache_salt, str):
             raise InvalidRequestError(f"cache_salt: got {cache_salt!r}, wants a string")
+        _check_text("cache_salt", cache_salt)
         ids, text = self._tokens(prompt)
         room = self._max_model_len - len(ids)
         if room < 1:
@@ -77,7 +77,7 @@ class RequestBuilder:
                 f"max_model_len = {self._max_model_len}"
             )
         eos = self.eos_token_ids
-        self._check_params(params, eos)
+        self.check_params(params)
         rope = self._model.rope
         if rope.rope_type == "dynamic":
             # A prompt longer than the trained length is rotated for its own length: its pages fit no other prompt.
@@ -101,8 +101,16 @@ class RequestBuilder:
         )
         return request, text
 
-    def _check_params(self, params: SamplingParams | BeamSearchParams, eos: frozenset[int]) -> None:
-        vocab = self._model.vocab_size
+    @staticmethod
+    def check_id(request_id: Any) -> None:
+        """Refuses an id that is not a non-empty text (``InvalidRequestError``)."""
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(f"request_id: got {request_id!r}, wants a non-empty string")
+        _check_text("request_id", request_id)
+
+    def check_params(self, params: SamplingParams | BeamSearchParams) -> None:
+        """Refuses what this model cannot honour (``InvalidRequestError`` naming the field)."""
+        vocab, eos = self._model.vocab_size, self.eos_token_ids
         if isinstance(params, BeamSearchParams):
             need = min(num_candidates(params.beam_width, len(eos)), vocab)  # all tokens are enough for any width
             if need > MAX_TOP:
@@ -131,6 +139,7 @@ class RequestBuilder:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidRequestError("prompt: got text, but the model has no tokenizer; give prompt_token_ids")
+            _check_text("prompt", prompt)
             ids = self._tokenizer.encode(prompt)
             if not ids:
                 raise InvalidRequestError("prompt: got an empty text, wants at least one token")
@@ -159,5 +168,19 @@ class RequestBuilder:
             raise InvalidRequestError("messages: the model has no tokenizer; give prompt_token_ids")
         if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
             raise InvalidRequestError("messages: wants a non-empty list of {role, content}")
-        ids = self._checked(self._tokenizer.apply_chat_template(messages))
+        try:
+            ids = self._checked(self._tokenizer.apply_chat_template(messages))
+        except ConfigError as error:  # no chat template: this request's fault, not the engine's
+            raise InvalidRequestError(f"messages: {error}") from None
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequestError(f"messages: the text cannot be encoded: {error}") from None
         return ids, self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _check_text(field: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{field}: holds {text[error.start]!r} at {error.start}, half a character; wants text"
+        ) from None

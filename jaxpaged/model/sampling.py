@@ -119,5 +119,6 @@ def sample(logits: jax.Array, s: SamplingInputs, *, valid_vocab: int | None = No
         shape = (x.shape[0], top)
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
-    top_ids, top_logprobs = lax.cond(s.flags[2] > 0, most_likely, none, logits)
+    offered = logits if valid_vocab is None else jnp.where(ids[None, :] < valid_vocab, logits, NEG_INF)
+    top_ids, top_logprobs = lax.cond(s.flags[2] > 0, most_likely, none, offered)
     return StepOutputs(tokens, logprobs, top_ids, top_logprobs, finite)

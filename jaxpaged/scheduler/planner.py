@@ -127,7 +127,7 @@ class StepPlanner:
             table = state.table
             size = len(table)
             if computed >= size * page_size or ref_cnt[table[-1]] > 1:
-                if not self._running.make_room(state, kv.pages_needed(state, total), index):
+                if not self._running.make_room(state, total, index):
                     self._stalled = True
                     continue
                 kv.grow(state, total)
@@ -163,8 +163,7 @@ class StepPlanner:
             waiting = self._running.states[index:]
             others = len(self._waiting) > 0 or any(_lacks(other) > 1 for other in waiting)
             end = computed + self._share(total - computed, len(waiting), others)
-        need = kv.pages_needed(state, end)
-        if not self._running.make_room(state, need, index):
+        if not self._running.make_room(state, end, index):
             end = min(end, kv.tokens_that_fit(state, kv.pool.num_available))
             if end <= computed:
                 self._stalled = True

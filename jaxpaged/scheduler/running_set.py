@@ -78,10 +78,13 @@ class RunningSet:
                     prompt=state.seq.num_prompt_tokens, cached=cached,
                 )  # fmt: skip
 
-    def make_room(self, state: SeqState, need: int, index: int) -> bool:
-        """Preempts from the end of ``states[index:]`` until ``need`` pages are available; False where that is not enough."""
-        pool, running = self._kv.pool, self.states
-        while pool.num_available < need:
+    def make_room(self, state: SeqState, end: int, index: int) -> bool:
+        """Preempts from the end of ``states[index:]`` until ``state`` can be written up to ``end``; False where it cannot.
+
+        What is needed is asked again each time: where the victim shared the last page, no copy of it is needed any more.
+        """
+        kv, running = self._kv, self.states
+        while kv.pool.num_available < kv.pages_needed(state, end):
             if len(running) <= index or running[-1].owner is state.owner:
                 return False
             self.preempt_last()

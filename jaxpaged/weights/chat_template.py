@@ -73,7 +73,7 @@ def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise InvalidRequestError(f"messages[{index}].content holds {part!r}; only text parts are supported")
-        content = "".join(part["text"] for part in content)
+        content = "\n".join(part["text"] for part in content)  # as vLLM joins them
     if not isinstance(content, str) and not (content is None and "tool_calls" in message):
         raise InvalidRequestError(f"messages[{index}].content must be text or a list of text parts, got {content!r}")
     return dict(message) | {"content": content}

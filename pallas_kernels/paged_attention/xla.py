@@ -125,8 +125,23 @@ def _finish(state, options: AttentionOptions):
     return out, lse
 
 
-def _attend(q, pool: KVPool, plan: AttentionPlan, layer, rows, q_pos, lens, blocks, options: AttentionOptions, pages: int):
+def _attend(
+    q,
+    pool: KVPool,
+    plan: AttentionPlan,
+    layer,
+    rows,
+    q_pos,
+    lens,
+    blocks,
+    options: AttentionOptions,
+    pages: int,
+    *,
+    decode: bool,
+):
     """Attention of ``q [R, Q, N, H]`` (rows ``rows [R]``, positions ``q_pos [R, Q]``) over a range of blocks.
+
+    ``decode``: each row's only query stands at its last key, so that there is nothing to mask causally.
 
     Returns:
         ``(out [R, Q, N, H], lse [R, Q, N])`` in float32.
@@ -145,7 +160,7 @@ def _attend(q, pool: KVPool, plan: AttentionPlan, layer, rows, q_pos, lens, bloc
         if options.sliding_window is not None:  # pages behind the window may hold anything
             live = live & (k_pos[None, :] > q_pos[:, :1] - options.sliding_window)
         k, v, scales = _gather_block(pool, plan, layer, rows, lens, block, pages, live)
-        return _online_block(state, q, k, v, scales, q_pos, k_pos, live, options, tile == 1)
+        return _online_block(state, q, k, v, scales, q_pos, k_pos, live, options, decode)
 
     out, lse = _finish(lax.fori_loop(blocks[0], blocks[1], body, state), options)
     out = out.reshape(count, kv_heads, tile, group, dim).swapaxes(1, 2).reshape(count, tile, heads, dim)
@@ -215,6 +230,7 @@ def _decode_rows(q, pool: KVPool, plan: AttentionPlan, layer, options: Attention
             (first, -(-length[0] // span)),
             options,
             pages,
+            decode=True,
         )
         out = out.at[token].set(o.reshape(group, heads, dim), mode="drop", unique_indices=True)
         return out, lse.at[token].set(s.reshape(group, heads), mode="drop", unique_indices=True)
@@ -243,7 +259,8 @@ def _query_tiles(q, pool: KVPool, plan: AttentionPlan, layer, options: Attention
             first = jnp.maximum(jnp.min(jnp.where(count > 0, position, 2**30)) - window + 1, 0) // span
         q_tiles = q.at[at].get(mode="clip")
         q_pos = position[:, None] + offset
-        o, s = _attend(q_tiles, pool, plan, layer, rows, q_pos, length, (first, -(-jnp.max(end) // span)), options, pages)
+        blocks = (first, -(-jnp.max(end) // span))
+        o, s = _attend(q_tiles, pool, plan, layer, rows, q_pos, length, blocks, options, pages, decode=False)
         out = out.at[at].set(o, mode="drop")
         return out, lse.at[at].set(s, mode="drop")
 

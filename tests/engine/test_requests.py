@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpaged.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError
+from jaxpaged.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, InvariantError
 from jaxpaged.llm import LLM
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from tests.kit.bytes_tokenizer import write_bytes_tokenizer
@@ -160,6 +160,7 @@ def test_wrong_prompts_are_refused_by_name(tiny_dir: Path, tiny_oracle: Oracle, 
     [
         (SamplingParams(stop_token_ids=[64]), "stop_token_ids: got 64, wants ids below the vocabulary size 64"),
         (SamplingParams(min_tokens=1, stop_token_ids=list(range(40))), "min_tokens: with 40 stop and EOS ids"),
+        (SamplingParams(min_tokens=1, max_tokens=None, stop_token_ids=[2**40]), "stop_token_ids: got 1099511627776"),
         (BeamSearchParams(beam_width=5), "beam_width: got 5, wants at most max_num_seqs = 4"),
         ({"temperature": 0.5}, "sampling_params: got dict, wants SamplingParams or BeamSearchParams"),
     ],
@@ -173,6 +174,81 @@ def test_wrong_parameters_are_refused_by_name(tiny_dir: Path, params: Any, messa
             add(engine, [1, 2], greedy(1), **{name: value})
     with pytest.raises(InvalidRequestError, match="request_id: got ''"):
         engine.add_request("", [1], greedy(1))
+    for name, options in (("cache_salt", {"cache_salt": "\ud800"}), ("request_id", {"request_id": "x\ud800"})):
+        with pytest.raises(InvalidRequestError, match=f"{name}: holds .* half a character"):
+            engine.add_request(**({"request_id": "y", "prompt": [1], "params": greedy(1)} | options))
+    check_rest(engine)
+
+
+HUGE = 10**400
+BAD_FIELDS: list[tuple[type, dict[str, Any], str]] = [
+    *((SamplingParams, {name: HUGE}, f"{name}: got an integer of 1329 bits") for name in ("temperature", "top_p", "min_p")),
+    (SamplingParams, {"temperature": 1e39}, r"temperature: got 1e\+39, wants a number in \[0, 1e\+06\]"),
+    (SamplingParams, {"top_k": 2**31}, "top_k: got 2147483648"),
+    (SamplingParams, {"min_tokens": 2**31, "max_tokens": None}, "min_tokens: got 2147483648"),
+    (BeamSearchParams, {"beam_width": 2, "length_penalty": HUGE}, "length_penalty: got an integer of"),
+    (BeamSearchParams, {"beam_width": 2, "length_penalty": 2000}, r"length_penalty: got 2000, wants a number in \[-32, 32\]"),
+    (BeamSearchParams, {"beam_width": 2, "length_penalty": -2000.0}, "length_penalty: got -2000.0"),
+    (BeamSearchParams, {"beam_width": 2, "early_stopping": 1}, "early_stopping: got 1"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), BAD_FIELDS)
+def test_numbers_no_device_or_float_can_hold_are_refused_at_the_door(kind: type, fields: dict[str, Any], message: str):
+    with pytest.raises(InvalidRequestError, match=message):
+        kind(**fields)
+
+
+def test_extreme_numbers_that_are_allowed_run(tiny_dir: Path):
+    engine = engine_for(tiny_dir)
+    extremes = [
+        SamplingParams(temperature=1e6, top_k=2**31 - 1, max_tokens=5, seed=2**63 - 1),
+        SamplingParams(temperature=1e6, min_tokens=5, max_tokens=5, stop_token_ids=list(range(30)), seed=0),
+        BeamSearchParams(beam_width=2, length_penalty=32.0, max_tokens=5),
+        BeamSearchParams(beam_width=2, length_penalty=-32, max_tokens=5),
+    ]
+    for params in extremes:
+        output = run(engine, [prompt_of(5)], params)[0]
+        assert 1 <= len(tokens(output)) <= 5 and not (
+            isinstance(params, SamplingParams) and params.min_tokens and min(tokens(output)) < 30
+        )
+
+
+def test_a_step_that_was_planned_but_not_run_ends_the_engine_with_the_reason(tmp_path: Path):
+    """The books then name pages that were never written; serving from them would answer with foreign text."""
+    engine = fresh_engine(write_tiny(tmp_path))
+    engine.add_request("a", [5] * 9, greedy(4))
+    start = engine.runner.dispatch
+
+    def fails(*_):
+        raise MemoryError("no room")
+
+    engine.runner.dispatch = fails  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        engine.step()
+    engine.runner.dispatch = start  # type: ignore[method-assign]
+    for call in (engine.step, lambda: engine.add_request("b", [5] * 9, greedy(4)), lambda: engine.fork("a", "c")):
+        with pytest.raises(InvariantError, match=r"cannot go on: step \d+ was planned but not run \(MemoryError: no room\)"):
+            call()
+
+
+def test_an_interrupted_wait_loses_no_step(tiny_dir: Path, tiny_oracle: Oracle):
+    """Ctrl-C while results are awaited: the step is awaited again."""
+    engine = engine_for(tiny_dir)
+    request_id = add(engine, prompt_of(6, 3), greedy(6), cache_salt=salt())
+    engine.step()
+    wait = engine.runner.resolve
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    engine.runner.resolve = interrupted  # type: ignore[method-assign]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    finally:
+        engine.runner.resolve = wait  # type: ignore[method-assign]
+    assert tokens(finish(engine)[request_id]) == tiny_oracle.greedy(prompt_of(6, 3), 6)[0]
     check_rest(engine)
 
 
@@ -274,3 +350,5 @@ def test_padded_vocabulary_is_never_sampled(tmp_path: Path):
     params = SamplingParams(temperature=50.0, n=4, max_tokens=50, ignore_eos=True, seed=3)
     drawn = {t for completion in run(engine, [[5]], params)[0].outputs for t in completion.token_ids}
     assert len(drawn) > 60 and max(drawn) < 266
+    beams = run(engine, [[5]], BeamSearchParams(beam_width=4, max_tokens=20, ignore_eos=True))[0]
+    assert max(t for beam in beams.outputs for t in beam.token_ids) < 266

@@ -9,6 +9,7 @@ import pytest
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from tests.host.beam_reference import beam_reference
+from tests.kit.bytes_tokenizer import write_bytes_tokenizer
 from tests.kit.engines import add, check_rest, engine_for, finish, greedy, logprobs, run, salt, tokens
 from tests.kit.oracle import Oracle
 from tests.kit.tiny import write_mistral, write_tiny
@@ -85,6 +86,52 @@ def test_fork_continues_two_ways(tiny_dir: Path, tiny_oracle: Oracle):
         assert len(other) == 16 and other != want and shared >= steps - 2
         raw = tiny_oracle.logprobs(prompt + other)[len(prompt) - 1 : -1]
         np.testing.assert_allclose(logprobs(done["other"]), [row[t] for row, t in zip(raw, other, strict=True)], atol=1e-5)
+
+
+def test_forks_are_validated_like_requests(tiny_dir: Path):
+    engine = engine_for(tiny_dir)
+    one = add(engine, [5, 6], greedy(8))
+    engine.step()
+    for new_id, params, message in (
+        ("x", SamplingParams(min_tokens=1, stop_token_ids=list(range(40))), "min_tokens: with 40"),
+        ("x", SamplingParams(min_tokens=1, stop_token_ids=[2**40]), "stop_token_ids: got"),
+        ("x", BeamSearchParams(beam_width=2), "params: got BeamSearchParams"),
+        ("x", {"temperature": 0}, "params: got dict"),
+        ("", None, "request_id: got ''"),
+        (7, None, "request_id: got 7"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            engine.fork(one, new_id, params=params)  # type: ignore[arg-type]
+    finish(engine)
+
+
+def test_streamed_beams_leave_no_text_behind(tmp_path: Path):
+    """Dropped beams are forgotten while the search runs, not kept until it ends."""
+    directory = write_tiny(tmp_path, vocab_size=320, eos_token_id=257, bos_token_id=256)
+    write_bytes_tokenizer(directory)
+    engine = engine_for(directory)
+    engine.add_request("b", [5, 6], BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True))
+    most = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        most = max(most, len(engine._outputs.seq_ids), len(engine._builder.seq_ids))
+    assert 1 <= most <= 6
+    check_rest(engine)
+
+
+def test_a_fork_that_is_swapped_out_loses_nothing(tiny_dir: Path):
+    """All pages shared, none to spare: the fork leaves for the host though nothing becomes free by it, and both go on."""
+    for length in (6, 9, 10):
+        engine = engine_for(tiny_dir, num_pages=4, preemption_mode="swap", swap_space=0.001, enable_prefix_caching=False)
+        lone = engine_for(tiny_dir, enable_prefix_caching=False)
+        prompt, params = prompt_of(length, 2), greedy(12 - length)
+        want = tokens(run(lone, [prompt], params)[0])
+        engine.add_request("a", {"prompt_token_ids": prompt}, params)
+        engine.step()
+        engine.fork("a", "b")
+        done = finish(engine)
+        assert tokens(done["a"]) == tokens(done["b"]) == want
+        check_rest(engine)
 
 
 def test_forks_that_cannot_be(tiny_dir: Path):

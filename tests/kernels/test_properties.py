@@ -267,3 +267,15 @@ def test_out_dtype_and_layer(name):
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.astype(np.float32), base, atol=0.02)
     assert not cases.run(step, name, layer=0)[0].any()  # layer 0 of this pool holds zeros
+
+
+@pytest.mark.parametrize("name", XLA)
+@pytest.mark.parametrize("tile", [1, 2, 3])
+def test_tiles_of_few_queries_are_causal(name, tile):
+    """A tile of one query of a longer row is no decode row: it must not see the keys behind it."""
+    w = world([(5, 5), (1, 9), (7, 30)])
+    tables = cases.make_tables(w.rows, spec_of(), np.random.default_rng(0))
+    step = lay_out(w, name, spec_of())
+    plan = pk.plan([5, 1, 7], [5, 9, 30], tables, spec=spec_of(), target="cpu", query_tile=tile)
+    step = dataclasses.replace(step, plan=plan)
+    np.testing.assert_allclose(cases.run(step, name)[0], cases.oracle(step)[0], atol=1e-5)
