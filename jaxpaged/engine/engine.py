@@ -205,6 +205,7 @@ class Engine:
             Its last state, or None where no live request has the id.
         """
         request = self._scheduler.abort(request_id)
+        self._flush_events()
         return None if request is None else self._finish(request)
 
     def pin_prefix(self, prompt: Any, *, cache_salt: str = "") -> int:
@@ -244,7 +245,12 @@ class Engine:
         progressed = self._scheduler.update_from_output(pending.output, result)
         if self.config.debug:
             self._scheduler.check_integrity()
+        self._flush_events()
         return self._report(progressed)
+
+    def _flush_events(self) -> None:
+        if self._events is not None and not self.has_unfinished_requests():
+            self._events.flush()  # the ends of the last requests, which no further step would write
 
     def _dispatch(self) -> None:
         output: SchedulerOutput = self._scheduler.schedule()

@@ -113,7 +113,8 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 class EventLog:
     """Writes one run of page events to a file.
 
-    Lines are buffered and reach the file once per step, so a crash loses at most the events of the step in progress.
+    Lines are buffered and reach the file once per step and when nothing is left to do (``flush``), so a crash loses at most
+    the events of the step in progress.
 
     Args:
         path: file to append to; made if absent. A torn last line left by a crash is ended first.
@@ -141,11 +142,11 @@ class EventLog:
         if config is not None:
             header |= {name: getattr(config, name) for name in CONFIG_FIELDS}
         self._lines = ["\n" if torn else "", _encode(header), "\n"]
-        self._flush()
+        self.flush()
 
     def begin_step(self, step: int) -> None:
         """Starts step ``step`` (>= 0, never going back): later events carry it, earlier ones reach the file."""
-        self._flush()
+        self.flush()
         self._step = step
 
     def emit(
@@ -206,10 +207,11 @@ class EventLog:
     def close(self) -> None:
         """Writes what is buffered and closes the file. Closing twice is allowed."""
         if not self._file.closed:
-            self._flush()
+            self.flush()
             self._file.close()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Writes what is buffered to the file."""
         if self._lines:
             self._file.write("".join(self._lines))
             self._lines.clear()
