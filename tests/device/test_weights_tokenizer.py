@@ -138,7 +138,7 @@ def test_template_helpers():
         "{% for m in messages %}\n{% if loop.index > 1 %}{% break %}{% endif %}\n"
         "{% generation %}{{ m['content'] | tojson }}{% endgeneration %}{% endfor %}{{ strftime_now('%%') }}{{ tools is none }}"
     )
-    assert render_chat(template, user * 2, add_generation_prompt=False) == '"aé"%True'
+    assert render_chat(template, user * 2, add_generation_prompt=False) == '"a\\né"%True'  # parts are lines, as in a job
 
 
 def test_template_errors():
