@@ -352,3 +352,19 @@ def test_padded_vocabulary_is_never_sampled(tmp_path: Path):
     assert len(drawn) > 60 and max(drawn) < 266
     beams = run(engine, [[5]], BeamSearchParams(beam_width=4, max_tokens=20, ignore_eos=True))[0]
     assert max(t for beam in beams.outputs for t in beam.token_ids) < 266
+
+
+def test_chat_without_a_template_and_half_characters_are_that_requests_own_fault(tmp_path: Path):
+    """B56: in a job such a line becomes an error record; the lines around it are served."""
+    directory = write_tiny(tmp_path, vocab_size=320, eos_token_id=257, bos_token_id=256)
+    write_bytes_tokenizer(directory, chat_template=None)
+    engine = fresh_engine(directory)
+    good = add(engine, "abc", greedy(4))
+    for prompt, message in (
+        ({"messages": [{"role": "user", "content": "x"}]}, "messages: this model has no chat template"),
+        ("a\ud800b", "prompt: holds .* at 1, half a character"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            engine.add_request("bad", prompt, greedy(4))
+    assert list(finish(engine)) == [good]
+    check_rest(engine)
