@@ -202,13 +202,13 @@ def environment(target: Target, dump_dir: str | None, python: str | None = None)
             "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump_dir} --xla_jf_dump_llo_text=true" if dump_dir else "",
         }
     else:
-        flags = [os.environ.get("XLA_FLAGS", ""), "--xla_gpu_autotune_level=0"]
+        flags = ["--xla_gpu_autotune_level=0"]  # none of the caller's: counts must not depend on them
         if dump_dir:
             flags.append(f"--xla_dump_to={dump_dir}")
         cuda = find_cuda(python)
         if cuda:
             flags.append(f"--xla_gpu_cuda_data_dir={cuda}")
-        env["XLA_FLAGS"] = " ".join(f for f in flags if f)
+        env["XLA_FLAGS"] = " ".join(flags)
     return env
 
 

@@ -121,5 +121,6 @@ def test_targets():
         env = environment(target, "/dump")
         assert env["JAX_PLATFORMS"] == "cpu"
         assert "/dump" in env["LIBTPU_INIT_ARGS" if target.platform == "tpu" else "XLA_FLAGS"]
+        assert "optimization_level" not in env.get("XLA_FLAGS", "optimization_level" * (target.platform == "gpu"))
     with pytest.raises(ValueError, match="a100"):
         compile_many("k80", [])
