@@ -112,6 +112,8 @@ def sample(logits: jax.Array, s: SamplingInputs, *, valid_vocab: int | None = No
     top = min(MAX_TOP, vocab)
 
     def most_likely(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if valid_vocab is not None and valid_vocab < vocab:  # here, so that a step that asks for none does not pay
+            x = jnp.where(ids[None, :] < valid_vocab, x, NEG_INF)
         values, indices = lax.top_k(x, top)
         return indices.astype(jnp.int32), values - logsumexp[:, None]
 
@@ -119,6 +121,5 @@ def sample(logits: jax.Array, s: SamplingInputs, *, valid_vocab: int | None = No
         shape = (x.shape[0], top)
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
-    offered = logits if valid_vocab is None else jnp.where(ids[None, :] < valid_vocab, logits, NEG_INF)
-    top_ids, top_logprobs = lax.cond(s.flags[2] > 0, most_likely, none, offered)
+    top_ids, top_logprobs = lax.cond(s.flags[2] > 0, most_likely, none, logits)
     return StepOutputs(tokens, logprobs, top_ids, top_logprobs, finite)
