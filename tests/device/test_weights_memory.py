@@ -43,8 +43,11 @@ print(json.dumps([peak() - before, sum(array.nbytes for array in params.values()
     ("kind", "dtype"), [("safetensors", "float32"), ("gguf", "float32"), ("gguf", "bfloat16"), ("orbax", "float32")]
 )
 def test_host_peak_is_at_most_1_3_times_the_weights(tmp_path, kind: str, dtype: str):
-    """About 570 MB of weights in float32, 285 MB in bfloat16. (Orbax holds about 100 MB whatever the model's size.)"""
-    config = tiny_config(**SHAPE)
+    """About 570 MB of weights in float32, 285 MB in bfloat16.
+
+    Orbax keeps a cache of 100 MB and its threads' heaps, 150-190 MB in all, whatever the model's size: so twice the layers.
+    """
+    config = tiny_config(**SHAPE | {"num_hidden_layers": 24 if kind == "orbax" else 12})
     tensors = tiny_tensors(config | {"num_hidden_layers": 1})
     for name in [name for name in tensors if ".layers.0." in name]:  # every layer the same: quicker to make
         tensors |= {name.replace(".0.", f".{i}."): tensors[name] for i in range(1, config["num_hidden_layers"])}

@@ -276,6 +276,6 @@ def test_tiles_of_few_queries_are_causal(name, tile):
     w = world([(5, 5), (1, 9), (7, 30)])
     tables = cases.make_tables(w.rows, spec_of(), np.random.default_rng(0))
     step = lay_out(w, name, spec_of())
-    plan = pk.plan([5, 1, 7], [5, 9, 30], tables, spec=spec_of(), target="cpu", query_tile=tile)
+    plan = pk.plan([5, 1, 7], [5, 9, 30], tables, spec=spec_of(), target=cases.TARGET[name], query_tile=tile)
     step = dataclasses.replace(step, plan=plan)
     np.testing.assert_allclose(cases.run(step, name)[0], cases.oracle(step)[0], atol=1e-5)
