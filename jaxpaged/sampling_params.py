@@ -123,6 +123,11 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def needs_logprobs(self) -> bool:
+        """True where the sampled tokens' log-probabilities are returned, or rank ``best_of`` completions."""
+        return self.logprobs is not None or self.num_samples > self.n
+
+    @property
     def is_greedy(self) -> bool:
         """True where the most likely token is always taken."""
         return self.temperature < 1e-5

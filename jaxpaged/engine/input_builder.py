@@ -25,7 +25,7 @@ class _Rows:
         floats: temperature, top_p, min_p.
         ints: top_k, sample index, prompt length, min_tokens.
         seeds: high and low word of the seed.
-        flags: samples; filters by top-k or top-p; wants the most likely tokens.
+        flags: samples; filters by top-k or top-p; wants the most likely tokens; wants log-probabilities.
         banned: stop and EOS ids that ``min_tokens`` bans, -1 behind them.
     """
 
@@ -43,7 +43,7 @@ class _Rows:
             np.zeros((rows, 3), np.float32),
             np.zeros((rows, 4), np.int32),
             np.zeros((rows, 2), np.uint32),
-            np.zeros((rows, 3), np.bool_),
+            np.zeros((rows, 4), np.bool_),
             np.zeros((rows, MAX_BANNED), np.int32),
         )
 
@@ -103,7 +103,7 @@ class InputBuilder:
             self._state.floats[row], self._state.ints[row], self._state.flags[row] = (
                 (0, 1, 0),
                 (0, seq.index, 0, 0),
-                (False, False, True),
+                (False, False, True, True),
             )
             self._state.banned[row] = -1
             return row
@@ -112,7 +112,12 @@ class InputBuilder:
         self._state.floats[row] = (temperature, params.top_p, params.min_p)
         self._state.ints[row] = (params.top_k, seq.index, seq.num_prompt_tokens, params.min_tokens)
         warm = temperature > 0
-        self._state.flags[row] = (warm, warm and (bool(params.top_k) or params.top_p < 1), bool(params.logprobs))
+        self._state.flags[row] = (
+            warm,
+            warm and (bool(params.top_k) or params.top_p < 1),
+            bool(params.logprobs),
+            params.needs_logprobs,
+        )
         self._state.banned[row] = -1
         if params.min_tokens:
             stops = sorted({*params.stop_token_ids, *(() if params.ignore_eos else request.eos_token_ids)})
@@ -201,7 +206,7 @@ class InputBuilder:
         seeds, banned = np.zeros((size, 2), np.uint32), np.full((size, MAX_BANNED), -1, np.int32)
         token_index, position = np.zeros(size, np.int32), np.zeros(size, np.int32)
         floats[:, 1] = 1.0
-        flags = np.zeros(3, np.int32)
+        flags = np.zeros(4, np.int32)
         if count:
             floats[:count], ints[:count], seeds[:count] = (
                 self._state.floats[rows],

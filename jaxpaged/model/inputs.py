@@ -24,7 +24,8 @@ class SamplingInputs:
         temperature, top_p, min_p: float32 ``[R]``; temperature 0 is greedy.
         top_k: int32 ``[R]``; 0 keeps all.
         banned: int32 ``[R, W]`` token ids that must not be sampled (EOS and stop ids before ``min_tokens``); -1 for none.
-        flags: int32 ``[3]``: any row samples; any row filters by top-k or top-p; any row wants the top log-probabilities.
+        flags: int32 ``[4]``: any row samples; any row filters by top-k or top-p; any row wants the top log-probabilities; any
+            row wants the log-probability of its token.
     """
 
     token_index: Array
@@ -68,7 +69,7 @@ class StepOutputs:
 
     Attributes:
         token_ids: int32 ``[R]`` sampled tokens.
-        logprobs: float32 ``[R]`` log-softmax of the raw logits at the sampled tokens.
+        logprobs: float32 ``[R]`` log-softmax of the raw logits at the sampled tokens; zeros unless a row asked.
         top_ids, top_logprobs: ``[R, top]``, best first; zeros unless a row asked.
         finite: bool ``[R]``, False where a row's logits were not finite.
     """

@@ -16,6 +16,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 FEW_ROWS = 16  # up to here a bfloat16 product on CPU streams its weights rather than packs them
+FEW_ROWS_MLP = 32  # the same for the pair of products of the MLP, whose result between them stays turned
 
 
 def _rows_first(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -49,8 +50,28 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_d
 def swiglu(x: jax.Array, gate_up: jax.Array, gate_up_bias: jax.Array | None, down: jax.Array, down_bias: jax.Array | None):
     """Gated MLP ``down(silu(gate(x)) * up(x))``: ``x [T, D]``, ``gate_up [2F, D]`` (gate rows first), ``down [D, F]``.
 
+    With few rows on CPU both weights stand on the left and the ``[F, T]`` between them is never turned around (see ``linear``).
+
     Source: Shazeer 2020 ("GLU variants improve Transformer").
     """
-    y = linear(x, gate_up, gate_up_bias, jnp.float32)
-    width = y.shape[-1] // 2
-    return linear((jax.nn.silu(y[:, :width]) * y[:, width:]).astype(x.dtype), down, down_bias)
+    width = down.shape[1]
+
+    def rows_first(x: jax.Array) -> jax.Array:
+        y = linear(x, gate_up, gate_up_bias, jnp.float32)
+        return linear((jax.nn.silu(y[:, :width]) * y[:, width:]).astype(x.dtype), down, down_bias)
+
+    def weights_first(x: jax.Array) -> jax.Array:
+        y = lax.dot_general(gate_up, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        y = lax.optimization_barrier(y)  # without the barriers the products are turned around again
+        if gate_up_bias is not None:
+            y = y + gate_up_bias.astype(jnp.float32)[:, None]
+        h = lax.optimization_barrier((jax.nn.silu(y[:width]) * y[width:]).astype(x.dtype))
+        y = lax.dot_general(down, h, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        y = lax.optimization_barrier(y).T
+        if down_bias is not None:
+            y = y + down_bias.astype(jnp.float32)
+        return y.astype(x.dtype)
+
+    if x.shape[0] <= FEW_ROWS_MLP and x.dtype != jnp.float32:
+        return lax.platform_dependent(x, cpu=weights_first, default=rows_first)
+    return rows_first(x)

@@ -85,11 +85,9 @@ def sample(logits: jax.Array, s: SamplingInputs, *, valid_vocab: int | None = No
         valid_vocab: ids from here on are padding of the head and are never drawn.
 
     Returns:
-        Tokens, their raw log-probabilities, the top ones where asked for, and whether each row was finite.
+        Tokens, their raw log-probabilities and the top ones where asked for, and whether each row was finite.
     """
     vocab = logits.shape[1]
-    logsumexp = jax.nn.logsumexp(logits, axis=-1)
-    finite = jnp.isfinite(logsumexp)
     ids = jnp.arange(vocab)
     allowed = logits
     if valid_vocab is not None and valid_vocab < vocab:
@@ -108,7 +106,13 @@ def sample(logits: jax.Array, s: SamplingInputs, *, valid_vocab: int | None = No
         return jnp.where(warm, noisy, first_argmax(x))
 
     tokens = lax.cond(s.flags[0] > 0, draw, first_argmax, allowed)
-    logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - logsumexp
+    chosen = jnp.take_along_axis(allowed, tokens[:, None], axis=-1)[:, 0]
+    # A sum keeps NaN and +inf (the vectorised maximum of XLA:CPU drops NaN); -inf is a masked logit.
+    finite = (logits.sum(-1) < jnp.inf) & jnp.isfinite(chosen)
+    logsumexp = lax.cond(
+        s.flags[3] > 0, lambda x: jax.nn.logsumexp(x, axis=-1), lambda x: jnp.zeros(x.shape[0], jnp.float32), logits
+    )
+    logprobs = jnp.where(s.flags[3] > 0, chosen - logsumexp, 0.0)
     top = min(MAX_TOP, vocab)
 
     def most_likely(x: jax.Array) -> tuple[jax.Array, jax.Array]:

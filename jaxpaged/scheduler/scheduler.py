@@ -201,7 +201,8 @@ class Scheduler:
             The new request; ``sequences[0]`` starts with the tokens so far, ``num_prompt_tokens`` being the original's.
 
         Raises:
-            InvalidRequestError: no such live request or sequence, a duplicate id, a beam search, or ``n`` > 1.
+            InvalidRequestError: no such live request or sequence, a duplicate id, a beam search, ``n`` > 1, or
+                log-probabilities that the original was not asked for.
             CapacityError: the fork does not fit in the pool.
         """
         self._check_id(new_request_id)
@@ -213,11 +214,17 @@ class Scheduler:
         if not 0 <= index < len(owner.states) or owner.states[index].status is Status.FINISHED:
             raise InvalidRequestError(f"index: got {index}, wants an unfinished sequence of {request_id!r}")
         original = owner.request
+        assert isinstance(original.params, SamplingParams)  # a beam search was refused above
         if params is None:
-            assert isinstance(original.params, SamplingParams)
             params = dataclasses.replace(original.params, n=1, best_of=None)
         if params.num_samples != 1:
             raise InvalidRequestError(f"n: got {params.num_samples}, wants 1 for a fork")
+        parent = owner.states[index]
+        if params.logprobs is not None and not original.params.needs_logprobs and parent.seq.generated_token_ids:
+            raise InvalidRequestError(
+                f"logprobs: got {params.logprobs}, wants None: {request_id!r} was not asked for log-probabilities, so those of "
+                "the tokens it has generated are not known; ask for them in the request that is forked"
+            )
         if seed is None:
             seed = (
                 int.from_bytes(hashlib.sha256(f"{original.seed}\0{new_request_id}".encode()).digest()[:8], "little") & MAX_SEED
@@ -233,7 +240,6 @@ class Scheduler:
             priority=original.priority,
             cache_salt=original.cache_salt,
         )
-        parent = owner.states[index]
         if len(parent.seq.token_ids) >= self._limit(request):
             raise InvalidRequestError(f"max_tokens: got {request.max_tokens}, wants more than the tokens so far")
         self.validate(request)

@@ -43,8 +43,8 @@ def _head_rows(ids: jax.Array, spec: PoolSpec) -> jax.Array:
 def _gather_block(pool: KVPool, plan: AttentionPlan, layer, rows, lens, block, pages: int, live_tokens):
     """K, V ``[R, K, B, H]`` and their scales ``[2, R, K, B]`` (or None) of one block of ``pages`` pages for each row.
 
-    Page entries behind a row's length are replaced by the scratch page before they are used. V of tokens that are not in
-    ``live_tokens [R, B]`` is 0 (on the stored bits, where selecting is cheapest), so that a weight of 0 times it is 0.
+    Page entries behind a row's length are replaced by the scratch page before they are used. Tokens that are
+    not in ``live_tokens [R, B]`` are 0, so that a weight of 0 times their V is 0.
     """
     spec = pool.spec
     index = block * pages + jnp.arange(pages)[None, :]
@@ -58,9 +58,21 @@ def _gather_block(pool: KVPool, plan: AttentionPlan, layer, rows, lens, block, p
         scales = scales.transpose(3, 0, 2, 1, 4).reshape(2, ids.shape[0], spec.num_kv_heads, pages * spec.page_size)
     where = _head_rows(ids, spec)
     heads = pool.data.reshape(-1, spec.head_dim)
-    k, v = (heads.at[at].get(mode="promise_in_bounds") for at in (where, where + 1))
-    v = jnp.where(live_tokens[:, None, :, None], v, jnp.zeros((), v.dtype))
-    return from_storage(k, spec), from_storage(v, spec), scales
+    k, v = (
+        from_storage(_keep(heads.at[at].get(mode="promise_in_bounds"), live_tokens[:, None, :, None]), spec)
+        for at in (where, where + 1)
+    )
+    return k, v, scales
+
+
+def _keep(x: jax.Array, live: jax.Array) -> jax.Array:
+    """``x`` where ``live``, zero bits elsewhere.
+
+    Stored bits are masked rather than selected: with the mask in it, LLVM turns the loop of a gather over ``H`` lanes into
+    vector instructions; without, it unrolls the loop and copies lane by lane.
+    """
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(bits & jnp.where(live, ~jnp.zeros((), bits.dtype), jnp.zeros((), bits.dtype)), x.dtype)
 
 
 def _online_block(state, q, k, v, scales, q_pos, k_pos, live, options: AttentionOptions, decode: bool):

@@ -21,7 +21,7 @@ def inputs(rows: int, **fields) -> SamplingInputs:
     for name, value in fields.items():
         values[name] = np.broadcast_to(np.asarray(value, values[name].dtype), values[name].shape).copy()
     filters = (values["top_k"] > 0).any() or (values["top_p"] < 1).any()
-    flags = np.array([(values["temperature"] > 0).any(), filters, 1], np.int32)
+    flags = np.array([(values["temperature"] > 0).any(), filters, 1, 1], np.int32)
     return SamplingInputs(flags=flags, **values)
 
 
@@ -39,7 +39,7 @@ def _pad(logits: np.ndarray, s: SamplingInputs) -> tuple[np.ndarray, SamplingInp
     wide[:rows, :vocab] = logits
 
     def more(array):
-        return array if array.shape == (3,) and array is s.flags else np.concatenate([array, array[:1].repeat(size - rows, 0)])
+        return array if array.shape == (4,) and array is s.flags else np.concatenate([array, array[:1].repeat(size - rows, 0)])
 
     return wide, jax.tree.map(more, s), rows
 
@@ -239,6 +239,19 @@ def test_top_logprobs_are_the_log_softmax_best_first():
     no_flag = inputs(3, temperature=0.0)
     no_flag.flags[2] = 0
     assert not np.asarray(_sample(logits, no_flag).top_ids).any()
+    no_flag.flags[3] = 0
+    quiet = _sample(logits, no_flag)
+    assert not quiet.logprobs.any() and quiet.token_ids.tolist() == got.token_ids.tolist() and quiet.finite.all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
+def test_one_bad_logit_in_a_large_vocabulary_is_seen(bad: float):
+    """Also where no token is drawn from it: XLA:CPU's maximum over so many values drops NaN."""
+    for place in (0, 77, 49151):
+        logits = np.random.default_rng(3).normal(0, 2, (2, 49152)).astype(np.float32)
+        logits[0, place] = bad
+        got = _jit_sample(logits, inputs(2, temperature=0.0))
+        assert got.finite.tolist() == [False, True]
 
 
 @pytest.mark.parametrize("vocab", [49152, 128256, 32000, 1000, 97, 64])

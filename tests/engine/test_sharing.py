@@ -141,11 +141,28 @@ def test_forks_that_cannot_be(tiny_dir: Path):
     beam = add(engine, [5, 6], BeamSearchParams(beam_width=2))
     with pytest.raises(InvalidRequestError, match="beam search, which cannot be forked"):
         engine.fork(beam, "x")
-    one = add(engine, [5, 6], greedy(5))
+    one = add(engine, [5, 6], greedy(5, logprobs=None))
     engine.step()
     with pytest.raises(InvalidRequestError, match="index: got 3"):
         engine.fork(one, "x", index=3)
+    with pytest.raises(InvalidRequestError, match=f"logprobs: got 2, wants None: '{one}' was not asked"):
+        engine.fork(one, "x", params=greedy(5, logprobs=2))
     finish(engine)
+
+
+def test_a_fork_knows_the_log_probabilities_of_what_it_inherits(tiny_dir: Path):
+    """They are those of the original, which asked for them; a step computes none where nobody does."""
+    engine = engine_for(tiny_dir)
+    lone = run(engine, [prompt_of(6, 2)], greedy(5, logprobs=1))[0].outputs[0]
+    one = add(engine, prompt_of(6, 2), greedy(5, logprobs=0))
+    engine.step()
+    engine.step()
+    engine.fork(one, "x", params=greedy(5, logprobs=1))
+    fork = finish(engine)["x"].outputs[0]
+    assert fork.token_ids == lone.token_ids and fork.logprobs is not None and lone.logprobs is not None
+    for token, got, want in zip(fork.token_ids, fork.logprobs, lone.logprobs, strict=True):
+        assert abs(got[token].logprob - want[token].logprob) < 1e-5
+    assert abs(fork.cumulative_logprob - lone.cumulative_logprob) < 1e-5  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5])
