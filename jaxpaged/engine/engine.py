@@ -275,13 +275,15 @@ class Engine:
     def _report(self, progressed: list[Request]) -> list[RequestOutput]:
         reports = []
         for request in progressed:
-            if request.finished:
+            ended = [seq.seq_id for seq in request.sequences if seq.finish_reason is not None]
+            if len(ended) == len(request.sequences):
                 reports.append(self._finish(request))
-            else:
-                self.runner.release(seq.seq_id for seq in request.sequences if seq.finished)
-                self._forget_dropped_beams(request)
-                if request.request_id not in self._final_only:
-                    reports.append(self._outputs.build(request, self._prompts[request.request_id]))
+                continue
+            if ended:
+                self.runner.release(ended)
+            self._forget_dropped_beams(request)
+            if request.request_id not in self._final_only:
+                reports.append(self._outputs.build(request, self._prompts[request.request_id]))
         return reports
 
     def _finish(self, request: Request) -> RequestOutput:

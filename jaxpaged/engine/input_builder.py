@@ -87,10 +87,7 @@ class InputBuilder:
         self._state = _Rows.empty(len(self._free), self._width)
         self._sample_row: dict[int, int] = {}  # seq_id -> sample row of the step dispatched last
 
-    def _row(self, seq: Sequence) -> int:
-        row = self._row_of.get(seq.seq_id)
-        if row is not None:
-            return row
+    def _new_row(self, seq: Sequence) -> int:
         if not self._free:
             size = len(self._state.tables)
             self._state = self._state.grown()
@@ -147,10 +144,12 @@ class InputBuilder:
         """
         scheduled = output.scheduled
         rows, query, computed, device, tokens = [], [], [], [], []
-        previous = self._sample_row
+        previous, row_of = self._sample_row, self._row_of
         for seq_id, start, count, from_device, table_start, page_ids in scheduled:
             seq = find(seq_id)
-            row = self._row(seq)
+            row = row_of.get(seq_id)
+            if row is None:
+                row = self._new_row(seq)
             rows.append(row)
             query.append(count)
             computed.append(start)
@@ -200,7 +199,8 @@ class InputBuilder:
         samples, size = output.samples, shape.num_samples
         self._sample_row = {seq_id: i for i, (seq_id, _) in enumerate(samples)}
         count = len(samples)
-        rows = np.array([self._row(find(seq_id)) for seq_id, _ in samples], np.intp)
+        row_of = self._row_of
+        rows = np.array([row_of[i] if i in row_of else self._new_row(find(i)) for i, _ in samples], np.intp)
         source = np.array([row for _, row in samples], np.intp)
         floats, ints = np.zeros((size, 3), np.float32), np.zeros((size, 4), np.int32)
         seeds, banned = np.zeros((size, 2), np.uint32), np.full((size, MAX_BANNED), -1, np.int32)
