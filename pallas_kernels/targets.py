@@ -10,6 +10,7 @@ A job names its function by import path, ``"module:function"`` with keyword argu
 environment that has the compile plugins, which need not be the caller's (``scripts/compile_env.sh`` makes one).
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,6 +19,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 _HERE = pathlib.Path(__file__).parent
@@ -220,6 +223,7 @@ def compile_many(
     paths: tuple[str, ...] = (),
     timeout_s: float = 600.0,
     listings: bool = True,
+    on_report: Callable[[str], None] | None = None,
 ) -> list[Compiled]:
     """Compiles jobs for a described device, one after the other, in a process of its own.
 
@@ -232,6 +236,7 @@ def compile_many(
         paths: folders to put in front of the module search path of that process.
         timeout_s: longest silence while one job is compiled.
         listings: read the compiler's listings; without them reports have no kernels.
+        on_report: called with the name of every job as its report comes in.
 
     Returns:
         One report per job, in order.
@@ -243,12 +248,15 @@ def compile_many(
         raise ValueError(f"target: got {target!r}, wants one of {', '.join(TARGETS)}")
     done: list[Compiled] = []
     while len(done) < len(jobs):
+        left = jobs[len(done) :]
         reports, last_words = _run_worker(
-            TARGETS[target], jobs[len(done) :], python or sys.executable, paths, timeout_s, listings
+            TARGETS[target], left, python or sys.executable, paths, timeout_s, listings, on_report
         )
         done += reports
         if len(done) < len(jobs):
             done.append(Compiled(jobs[len(done)].name, target, error=f"the compiler's process died: {last_words}"))
+            if on_report is not None:
+                on_report(done[-1].name)
     return done
 
 
@@ -267,7 +275,7 @@ def compile_for(target: str, build: str, *, python: str | None = None, paths: tu
     return compile_many(target, [Job(build, build, kwargs)], python=python, paths=paths)[0]
 
 
-def _run_worker(target: Target, jobs: list[Job], python: str, paths, timeout_s: float, listings: bool):
+def _run_worker(target: Target, jobs: list[Job], python: str, paths, timeout_s: float, listings: bool, on_report):
     with tempfile.TemporaryDirectory(prefix="jaxpaged-compile-") as folder:
         dump = os.path.join(folder, "dump")
         os.mkdir(dump)
@@ -281,26 +289,32 @@ def _run_worker(target: Target, jobs: list[Job], python: str, paths, timeout_s: 
         command = [python, "-m", "pallas_kernels.target_compile", target.name, request, result, dump]
         with open(log, "wb") as sink:
             process = subprocess.Popen(command, env=env, stdout=sink, stderr=subprocess.STDOUT, cwd=folder)
-            words = _wait(process, result, timeout_s)
+            words = _wait(process, pathlib.Path(result), timeout_s, [job.name for job in jobs], on_report)
         reports = [_report(json.loads(line)) for line in pathlib.Path(result).read_text().splitlines()]
         lines = [x for x in pathlib.Path(log).read_text(errors="replace").splitlines() if x.strip()]
         fatal = [x for x in lines if "Check failed" in x or "Error" in x or x.startswith("F0")]
         return reports, words or (fatal or lines or ["no output"])[-1][:500]
 
 
-def _wait(process: subprocess.Popen, result: str, timeout_s: float) -> str:
-    size = -1
+def _wait(process: subprocess.Popen, result: pathlib.Path, timeout_s: float, names: list[str], on_report) -> str:
+    """Waits for the process's end, telling ``on_report`` of each line of ``result``; ends it if silent for too long."""
+    told, since = 0, time.monotonic()
     while True:
-        try:
-            process.wait(timeout_s)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        count = result.read_bytes().count(b"\n")
+        if count > told:
+            since = time.monotonic()
+        while told < count:
+            if on_report is not None:
+                on_report(names[told])
+            told += 1
+        if process.returncode is not None:
             return ""
-        except subprocess.TimeoutExpired:
-            now = os.path.getsize(result)
-            if now == size:
-                process.kill()
-                process.wait()
-                return f"no answer within {timeout_s:.0f} s"
-            size = now
+        if time.monotonic() - since > timeout_s:
+            process.kill()
+            process.wait()
+            return f"no answer within {timeout_s:.0f} s"
 
 
 def _report(fields: dict[str, Any]) -> Compiled:

@@ -15,11 +15,14 @@ runs.
 
 import argparse
 import concurrent.futures
+import functools
 import json
 import os
 import pathlib
 import sys
 import time
+
+from tqdm import tqdm
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -109,12 +112,22 @@ def step_jobs(target: str) -> list[Job]:
     ]
 
 
-def run_target(target: str, quick: bool, python: str, steps: str, only: str = "") -> list[Compiled]:
-    """Compiles for one target: its kernels unless ``steps`` is "only", and whole steps unless it is "no"."""
+def chosen_jobs(target: str, quick: bool, steps: str, only: str = "") -> tuple[list[Job], list[Job]]:
+    """A target's kernels unless ``steps`` is "only", and whole steps unless it is "no"."""
     kernels = [j for j in jobs_for(target, quick) if only in j.name and steps != "only"]
-    whole = [j for j in step_jobs(target) if only in j.name and steps != "no"]
-    reports = compile_many(target, kernels, python=python, paths=(str(ROOT),))
-    return reports + compile_many(target, whole, python=python, paths=(str(ROOT),), listings=False)
+    return kernels, [j for j in step_jobs(target) if only in j.name and steps != "no"]
+
+
+def run_target(target: str, jobs: tuple[list[Job], list[Job]], python: str, bar: tqdm) -> list[Compiled]:
+    """Compiles kernels, then whole steps, for one target."""
+
+    def tell(name: str) -> None:
+        bar.set_postfix_str(f"{target} {name}", refresh=False)
+        bar.update()
+
+    kernels, whole = jobs
+    compiled = functools.partial(compile_many, target, python=python, paths=(str(ROOT),), on_report=tell)
+    return compiled(kernels) + compiled(whole, listings=False)
 
 
 def predicted(report: Compiled, job_: Job) -> str:
@@ -234,12 +247,14 @@ def main(argv: list[str] | None = None) -> int:
     steps = args.steps if not args.quick else "no"
     start = time.monotonic()
 
-    def one(target: str) -> list[Compiled]:
-        return run_target(target, args.quick, args.python, steps, args.only)
-
-    with concurrent.futures.ThreadPoolExecutor(args.workers) as workers:
-        reports = [r for found in workers.map(one, chosen) for r in found]
-    jobs = {(t, j.name): j for t in chosen for j in [*jobs_for(t, False), *jobs_for(t, True), *step_jobs(t)]}
+    work = {target: chosen_jobs(target, args.quick, steps, args.only) for target in chosen}
+    jobs = {(target, j.name): j for target, both in work.items() for part in both for j in part}
+    with (
+        concurrent.futures.ThreadPoolExecutor(args.workers) as workers,
+        tqdm(total=len(jobs), desc="compiling", unit="job", disable=None) as bar,
+    ):
+        found = workers.map(lambda target: run_target(target, work[target], args.python, bar), chosen)
+        reports = [r for of_target in found for r in of_target]
     print(table(reports, jobs))
     budget = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
     if args.record:
