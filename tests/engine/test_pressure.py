@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+from jaxpaged.model.kv_pages import gather_pages
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.scheduler.scheduler_output import SchedulerOutput
 from tests.kit.engines import add, check_rest, engine_for, greedy, logprobs, run, salt, tokens
 from tests.kit.oracle import Oracle
 from tests.kit.tiny import write_mistral
@@ -105,3 +108,22 @@ def test_swapped_windows(tmp_path: Path):
         for prompt, output in zip(prompts, run(engine, prompts, greedy(20)), strict=True):
             assert tokens(output) == oracle.greedy(prompt, 20)[0]
         assert engine.stats().num_preemptions > 0
+
+
+def test_pages_move_in_a_step_in_which_nobody_runs(tiny_dir: Path, monkeypatch):
+    """A plan without rows still saves, restores and copies, in this order."""
+    engine = engine_for(tiny_dir, num_pages=12, preemption_mode="swap", swap_space=0.001)
+    run(engine, [list(range(3, 20))], greedy(3))
+    runner = engine.runner
+
+    def pages() -> np.ndarray:
+        return np.asarray(jax.tree.leaves(jax.jit(gather_pages)(runner._pool, np.arange(12, dtype=np.int32)))[0])
+
+    before = pages()
+    assert not np.array_equal(before[:, 1], before[:, 2])
+    plan = SchedulerOutput(99, saves=((1, 0),), restores=((0, 7),), copies=((7, 8), (2, 9)))
+    monkeypatch.setattr(engine._scheduler, "schedule", lambda: plan)
+    assert engine.step() == []
+    after = pages()
+    for page, source in ((7, 1), (8, 1), (9, 2), (1, 1), (2, 2), (3, 3)):
+        np.testing.assert_array_equal(after[:, page], before[:, source])
