@@ -21,7 +21,6 @@ from jaxpaged.engine.buckets import BucketConfig, Buckets
 from jaxpaged.engine.host_pool import HostPool
 from jaxpaged.engine.input_builder import InputBuilder
 from jaxpaged.engine.load import load_model
-from jaxpaged.engine.model_runner import PAGE_CHUNK
 from jaxpaged.model.inputs import pack
 from jaxpaged.model.kv_pages import alloc, pool_spec
 from jaxpaged.model.step import StepProgram, packed_step
@@ -63,7 +62,7 @@ def main() -> None:
         spec = pool_spec(config, num_pages=2 * pages + 2, page_size=page_size, dtype=platform.kv_dtype)
         buckets = Buckets(BucketConfig(max_num_seqs=2, max_num_batched_tokens=args.tokens, max_pages=pages))
         builder = InputBuilder(buckets, spec, platform.target)
-        host = HostPool(spec, pages, platform.backend, PAGE_CHUNK)
+        host = HostPool(spec, pages, platform.backend)
         pool = host.warm_up(alloc(spec))
         outs = [(i + 1, i) for i in range(pages)]
         backs = [(i, i + 1) for i in range(pages)]

@@ -26,7 +26,7 @@ from jaxpaged.model.step import StepProgram, packed_step
 from jaxpaged.request import Sequence
 from jaxpaged.scheduler.scheduler_output import SchedulerOutput, StepResult
 
-PAGE_CHUNK = 16  # pages one call of a page program moves
+PAGE_CHUNK = 16  # pages one call copies or poisons
 COMPILE_THREADS = 2  # programs compiled at the same time at start-up
 
 
@@ -88,7 +88,7 @@ class ModelRunner:
         most = max(shape.num_samples for shape in buckets)
         self._last_tokens = jnp.zeros(most, jnp.int32)
         self._steps: dict[StepShape, Callable] = {}
-        self._host = HostPool(spec, num_host_pages, backend, PAGE_CHUNK) if num_host_pages else None
+        self._host = HostPool(spec, num_host_pages, backend) if num_host_pages else None
         self._copy = jax.jit(
             lambda pool, src, dst: copy_pages(pool, src, dst, **backend.page_options),
             donate_argnums=0,
@@ -124,7 +124,7 @@ class ModelRunner:
             with self._ledger.watch("poison_pages", f"[{PAGE_CHUNK}]", "warm-up"):
                 self._pool = self._poison(self._pool, none)
         if self._host is not None:
-            with self._ledger.watch("swap_pages", f"[{PAGE_CHUNK}]", "warm-up"):
+            with self._ledger.watch("swap_pages", f"[{self._host.chunk}]", "warm-up"):
                 self._pool = self._host.warm_up(self._pool)
         jax.block_until_ready(self._pool.data)
 

@@ -1,12 +1,14 @@
 """Preemption: nothing lost, nothing doubled, nothing leaked, and always progress."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from jaxpaged.model.kv_pages import gather_pages
+from jaxpaged.engine.host_pool import pages_per_call
+from jaxpaged.model.kv_pages import PoolSpec, gather_pages
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduler.scheduler_output import SchedulerOutput
 from tests.kit.engines import add, check_rest, engine_for, greedy, logprobs, run, salt, tokens
@@ -127,3 +129,12 @@ def test_pages_move_in_a_step_in_which_nobody_runs(tiny_dir: Path, monkeypatch):
     after = pages()
     for page, source in ((7, 1), (8, 1), (9, 2), (1, 1), (2, 2), (3, 3)):
         np.testing.assert_array_equal(after[:, page], before[:, source])
+
+
+def test_large_pages_are_swapped_few_at_a_time():
+    """A call is padded to a fixed number of pages, and the padding is moved too: at most 16 MiB of it."""
+    small = PoolSpec(30, 100, 16, 3, 64, "bfloat16")
+    assert pages_per_call(small) == 16
+    assert pages_per_call(dataclasses.replace(small, page_size=256)) == 2
+    assert pages_per_call(PoolSpec(32, 100, 16, 8, 128, "bfloat16")) == 8
+    assert pages_per_call(PoolSpec(80, 100, 256, 8, 128, "bfloat16")) == 1
