@@ -101,6 +101,7 @@ def test_a_pool_that_just_holds_the_largest_request(tiny_dir: Path, mode: str):
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("mode", PRESSURE)
 def test_pressure_at_every_page_size(tiny_dir: Path, mode: str, page_size: int):
+    """R17, R22: swapped, offloaded or recomputed, at every page size the stream is the oracle's."""
     _, before, after = check(tiny_dir, page_size=page_size, num_pages=-(-49 // page_size), **PRESSURE[mode])
     assert after.num_preemptions > before.num_preemptions or page_size == 64  # one page each: they run one by one
 

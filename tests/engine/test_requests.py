@@ -315,6 +315,28 @@ def test_one_wrong_prompt_among_many_names_its_index_and_leaves_nothing(texts: d
     check_rest(texts[False].engine)
 
 
+def test_three_choices_of_one_conversation_share_its_pages(texts: dict[bool, LLM], monkeypatch):
+    """R12: three choices; while they run, each has pages of its own only for its tail."""
+    llm = texts[True]
+    engine, page_size = llm.engine, llm.engine.config.page_size or 0
+    used, original = [], engine.step
+
+    def step():
+        done = original()
+        used.append((engine.stats().num_used_pages, engine.stats().num_logical_pages))
+        return done
+
+    monkeypatch.setattr(engine, "step", step)
+    params = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=6, ignore_eos=True)
+    output = llm.chat([{"role": "user", "content": "tell me about pages and tables"}], params, use_tqdm=False)[0]
+    assert [choice.index for choice in output.outputs] == [0, 1, 2] and len({tuple(c.token_ids) for c in output.outputs}) == 3
+    prompt = len(output.prompt_token_ids)
+    shared, whole = prompt // page_size, -(-(prompt + 6) // page_size)
+    assert shared >= 2 and max(pages for pages, _ in used) <= shared + 3 * (whole - shared)
+    assert max(logical for _, logical in used) >= 3 * shared
+    check_rest(engine)
+
+
 def test_exactly_one_bos(texts: dict[bool, LLM]):
     """B51: template and tokenizer both write BOS, one arrives; token ids are taken as they are."""
     llm = texts[True]

@@ -23,6 +23,7 @@ def ticking():
 
 
 def test_every_field_stands_in_the_line(tmp_path):
+    """R26, R28: step, time, request, sequence, index, page, counts before and after, and why."""
     log = EventLog(tmp_path / "log", config=CONFIG, clock=ticking())
     log.begin_step(7)
     log.emit("copy", request="a", seq=3, logical=2, page=5, src=4, before=2, after=1, why="fork")

@@ -32,6 +32,7 @@ def test_a_long_random_run_replays_exactly(tmp_path, mode):
 
 
 def test_the_scheduler_tells_every_kind(tmp_path):
+    """R26: every kind of event there is is told by some run."""
     seen = set()
     for mode in MODES:
         for seed in range(2):

@@ -153,7 +153,7 @@ def test_chunks_equal_one_shot_and_decode_equals_the_last_row(name):
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_causal_mask_is_aligned_to_the_end(name):
-    """B40: query i of 3 over 11 keys sees keys 0 .. 8 + i and no other; likewise one query, and as many queries as keys."""
+    """R18, B40: query i of 3 over 11 keys sees keys 0 .. 8 + i alone; likewise one query, and as many as keys."""
     for t, n in ((3, 11), (1, 11), (11, 11)):
         w = world([(t, n)])
         base = attend(w, name, shape=SHAPE)[0]
@@ -205,7 +205,7 @@ def test_query_heads_use_their_own_kv_head(name, heads):
 
 @pytest.mark.parametrize("name", XLA)
 def test_every_length_in_small_pages(name):
-    """B39: every kv length from 0 to 33, alone and in uneven batches, against the reference."""
+    """R16, B39: every kv length from 0 to 33, alone and in uneven batches, against the reference."""
     spec = spec_of(pages=30)
     shape = pk.PlanShape(4, 4, 5 + 2, True)
     lengths = [(1, 4, 5), (8, 8, 3), (0, 7, 33)] + [(i, i + 1, i + 2) for i in range(9, 33, 3)]
