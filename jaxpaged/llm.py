@@ -57,7 +57,8 @@ class LLM:
         """Completes prompts.
 
         Args:
-            prompts: one prompt or a list of them; a prompt is text, ``{"prompt_token_ids": [...]}`` or ``{"prompt": ...}``.
+            prompts: one prompt or a list of them; a prompt is text, token ids (a list or
+                an array), ``{"prompt_token_ids": [...]}``, ``{"prompt": ...}`` or ``{"messages": [...]}``.
             sampling_params: one for all (each prompt is still an independent request) or one per prompt; None takes the
                 defaults. Prompts that share one seeded object draw the same noise.
             use_tqdm: show a progress bar on standard error.

@@ -13,6 +13,12 @@ from jaxpaged.errors import InvalidRequestError
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
+UNSUPPORTED = frozenset({
+    "allowed_token_ids", "bad_words", "frequency_penalty", "guided_decoding", "include_stop_str_in_output", "logit_bias",
+    "logits_processors", "presence_penalty", "prompt_logprobs", "repetition_penalty", "stop", "structured_outputs",
+    "truncate_prompt_tokens",
+})  # fmt: skip
+"""Sampling parameters of vLLM that are not there."""
 MAX_INT32 = 2**31 - 1  # what a row's integers may be on the device
 MAX_TEMPERATURE = 1e6  # beyond it float32 scores underflow
 MAX_LENGTH_PENALTY = 32.0  # a length raised to it stays far inside a float
@@ -142,12 +148,22 @@ class SamplingParams:
         known = [f.name for f in dataclasses.fields(cls)]
         for key in fields:
             if key not in known:
+                refuse_unsupported(str(key), f"{where}.")
                 near = difflib.get_close_matches(str(key), known, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise InvalidRequestError(
-                    f"{where}.{key}: unknown or unsupported sampling parameter{hint} (valid: {', '.join(known)})"
-                )
+                raise InvalidRequestError(f"{where}.{key}: unknown sampling parameter{hint} (valid: {', '.join(known)})")
         return cls(**fields)
+
+
+def refuse_unsupported(name: str, where: str = "") -> None:
+    """Refuses parameters that other engines have and this one has not, without guessing at a misspelling.
+
+    Raises:
+        InvalidRequestError: ``name`` is one of them.
+    """
+    if name in UNSUPPORTED:
+        instead = "; stop_token_ids ends at a token" if name == "stop" else ""
+        raise InvalidRequestError(f"{where}{name}: not supported{instead}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,17 +38,19 @@ def platform_of(x: Any) -> str:
     return jax.default_backend()
 
 
-def resolve(op: str, implementation: str, x: Any) -> str:
+def resolve(op: str, implementation: str, x: Any, interpret: Any = False) -> str:
     """The implementation to run: ``implementation`` itself, or the platform's own for "auto".
 
     Args:
         op: one of ``OPS``.
         implementation: "auto" or one of ``IMPLEMENTATIONS``.
         x: the operation's main argument (asked for its platform).
+        interpret: whether a Pallas kernel is interpreted, which every platform can.
 
     Raises:
         ValueError: no such implementation.
-        KernelUnsupportedError: an explicit implementation that this operation does not have, or a platform without one.
+        KernelUnsupportedError: an explicit implementation that this operation does not have, or that cannot run where ``x``
+            lies (known outside of ``jit`` only; inside, JAX refuses to lower the kernel), or a platform without one.
     """
     if implementation not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(
@@ -60,6 +62,14 @@ def resolve(op: str, implementation: str, x: Any) -> str:
             raise KernelUnsupportedError(
                 f'{op}: there is no "{implementation}" kernel; implementation="{instead}" does it in place'
             )
+        if implementation in ("triton", "mosaic_tpu") and not interpret and is_concrete(x):
+            platform = platform_of(x)
+            if BY_PLATFORM.get(platform) != implementation:
+                device = "a GPU" if implementation == "triton" else "a TPU"
+                raise KernelUnsupportedError(
+                    f'{op}: implementation="{implementation}" runs on {device}, the pool is on "{platform}"; pass '
+                    'interpret=True to interpret the kernel, or implementation="auto"'
+                )
         return implementation
     platform = platform_of(x)
     if platform not in BY_PLATFORM:

@@ -102,13 +102,19 @@ def write_group_rows(spec: PoolSpec) -> int:
     return rows
 
 
+def default_target() -> Target:
+    """The target of JAX's default backend."""
+    backend = jax.default_backend()
+    return "tpu" if backend == "tpu" else "gpu" if backend in ("gpu", "cuda", "rocm") else "cpu"
+
+
 def plan(
     query_lens,
     seq_lens,
     block_tables,
     *,
     spec: PoolSpec,
-    target: Target = "cpu",
+    target: Target | None = None,
     shape: PlanShape | None = None,
     split_len: int = 512,
     query_tile: int = 64,
@@ -124,7 +130,7 @@ def plan(
         block_tables: ``[S, P]`` physical page ids in logical order (or a list of lists); entries behind
             ``ceil(seq_len / page_size)`` are ignored.
         spec: the pool's format.
-        target: "cpu", "gpu" or "tpu": which work lists to make.
+        target: "cpu", "gpu" or "tpu": which work lists to make; None takes JAX's default backend.
         shape: sizes to pad to; None takes the exact ones.
         split_len: kv tokens of a decode work item on GPU. It is fixed, never a function of the batch, so that a row's result
             does not depend on its neighbours.
@@ -140,6 +146,7 @@ def plan(
     Raises:
         ValueError: lengths or page ids are out of range, or do not fit ``shape``.
     """
+    target = default_target() if target is None else target
     q = np.asarray(query_lens, np.int32).reshape(-1)
     n = np.asarray(seq_lens, np.int32).reshape(-1)
     if len(q) != len(n):
@@ -164,6 +171,8 @@ def plan(
 
     if writes:
         slots = _slots(q, n, ids, start, page_size, shape.num_tokens)
+        if validate:
+            _check_writers(slots[: start[len(q)]], start[: len(q) + 1], page_size)
     else:
         slots = np.full(shape.num_tokens, DROPPED_SLOT, np.int32)
     is_decode = q == 1 if not shape.decode_only else q >= 0
@@ -229,6 +238,17 @@ def _check_fit(q, n, tables, used, shape: PlanShape, spec: PoolSpec, validate: b
     if bad.any():
         row, col = np.argwhere(bad)[0]
         raise ValueError(f"block_tables[{row}, {col}]: got page {tables[row, col]}, wants 0 <= page < {spec.num_pages}")
+
+
+def _check_writers(slots, start, page_size: int) -> None:
+    unique, counts = np.unique(slots, return_counts=True)
+    if len(unique) < len(slots):
+        slot = unique[counts > 1][0]
+        first, second = np.searchsorted(start, np.flatnonzero(slots == slot)[:2], side="right") - 1
+        raise ValueError(
+            f"block_tables: rows {first} and {second} both write slot {slot % page_size} of page {slot // page_size}; "
+            "wants a page of its own for each row that writes (copy_pages makes one)"
+        )
 
 
 def _slots(q, n, ids, start, page_size: int, num_tokens: int):

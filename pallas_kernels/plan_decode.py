@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.plan import DROPPED_SLOT, AttentionPlan, PlanShape, Target, write_group_rows
+from pallas_kernels.plan import DROPPED_SLOT, AttentionPlan, PlanShape, Target, default_target, write_group_rows
 from pallas_kernels.pool import PoolSpec
 
 
@@ -12,7 +12,7 @@ def plan_decode(
     block_tables: jax.Array,
     *,
     spec: PoolSpec,
-    target: Target = "cpu",
+    target: Target | None = None,
     split_len: int = 512,
     sliding_window: int | None = None,
 ) -> AttentionPlan:
@@ -25,7 +25,7 @@ def plan_decode(
         seq_lens: int32 ``[S]`` tokens of each row after this step's write; rows of 0 are padding.
         block_tables: int32 ``[S, P]`` physical page ids in logical order; entries behind a row's length are ignored.
         spec: the pool's format.
-        target: "cpu", "gpu" or "tpu": which work lists to make.
+        target: "cpu", "gpu" or "tpu": which work lists to make; None takes JAX's default backend.
         split_len: kv tokens of a decode work item on GPU.
         sliding_window: the widest window of any layer, or None.
 
@@ -35,6 +35,7 @@ def plan_decode(
     Raises:
         ValueError: shapes are not as above.
     """
+    target = default_target() if target is None else target
     if len(jnp.shape(block_tables)) != 2:
         raise ValueError(f"block_tables: got shape {list(jnp.shape(block_tables))}, wants [S, P]")
     rows, pages = jnp.shape(block_tables)

@@ -279,7 +279,9 @@ def _run_worker(target: Target, jobs: list[Job], python: str, paths, timeout_s: 
     with tempfile.TemporaryDirectory(prefix="jaxpaged-compile-") as folder:
         dump = os.path.join(folder, "dump")
         os.mkdir(dump)
-        env = os.environ | environment(target, dump if listings else None, python)
+        # None of the caller's compiler settings: importing jax sets TPU_LIBRARY_PATH to that interpreter's own library.
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "TPU_", "LIBTPU_"))}
+        env = inherited | environment(target, dump if listings else None, python)
         env["PYTHONPATH"] = os.pathsep.join([str(p) for p in paths] + [str(_HERE.parent), env.get("PYTHONPATH", "")])
         request = os.path.join(folder, "jobs.json")
         result = os.path.join(folder, "reports.jsonl")

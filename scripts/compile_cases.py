@@ -35,7 +35,7 @@ def _plan(platform: str, spec: pk.PoolSpec, rows: int, tokens: int | None, conte
     pages = context // spec.page_size
     shape = pk.PlanShape(tokens or rows, rows, pages, decode_only=tokens is None)
     ones = np.ones(rows, np.int32)
-    tables = np.zeros((rows, pages), np.int32)
+    tables = np.arange(rows, dtype=np.int32)[:, None] + np.zeros((rows, pages), np.int32)  # each row writes its own page
     made = pk.plan(ones, ones, tables, spec=spec, target=platform, shape=shape, query_tile=query_tile or QUERY_TILE[platform])
     return shapes(made)
 

@@ -201,6 +201,19 @@ def build_params(fields: dict[str, Any], *, where: str = "sampling") -> Sampling
     return BeamSearchParams(**fields)
 
 
+def lay_over(defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """A line's own parameters over the job's.
+
+    A line that asks for beam search (or, with a null ``beam_width``, for sampling where the job says beams) takes of the job's
+    parameters those that mean something to it.
+    """
+    if "beam_width" in own and (own["beam_width"] is None) != (defaults.get("beam_width") is None):
+        kind = SamplingParams if own["beam_width"] is None else BeamSearchParams
+        known = {f.name for f in dataclasses.fields(kind)}
+        defaults = {key: value for key, value in defaults.items() if key in known}
+    return {**defaults, **own}
+
+
 def check_sampling(fields: dict[str, Any]) -> None:
     """Checks a job's default sampling parameters.
 

@@ -7,7 +7,7 @@ Every format offers the same four functions, so that the job does not know which
 import dataclasses
 from typing import Any, Protocol
 
-from jaxpaged.batch.config import JobConfig, build_params
+from jaxpaged.batch.config import JobConfig, build_params, lay_over
 from jaxpaged.batch.items import BadLine, Item, with_seed
 from jaxpaged.batch.prompts import chat_messages, check_fields, check_priority, check_salt, text_prompt, token_prompt
 from jaxpaged.errors import InvalidRequestError
@@ -88,7 +88,7 @@ class JsonlFormat:
             check_fields(fields, LINE_FIELDS)
             prompt = _prompt(fields)
             overrides = {key: fields[key] for key in SAMPLING_FIELDS if key in fields}
-            params = build_params({**self.job.sampling, **overrides})
+            params = build_params(lay_over(self.job.sampling, overrides))
             priority = check_priority(fields.get("priority", 0), self.job.engine.scheduling_policy)
             salt = check_salt(fields.get("cache_salt", ""))
         except InvalidRequestError as error:

@@ -2,8 +2,9 @@
 
 The engine is fed lazily and finishes requests in any order; a finished one waits in memory until every line before it has its
 record. A kill loses the requests that were running and those that waited for their turn: a resumed job computes them
-again, to the same tokens, because nothing about a request depends on the others. At most ``ADMIT_FACTOR * max_num_seqs``
-requests are in the engine and ``WINDOW_FACTOR * max_num_seqs`` lines are without their record, whatever the file's length.
+again, with the same noise; nothing about a request depends on the others but the rounding of its products. At most
+``ADMIT_FACTOR * max_num_seqs`` requests are in the engine and ``WINDOW_FACTOR * max_num_seqs`` lines are without their
+record, whatever the file's length.
 """
 
 import dataclasses

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxpaged.errors import InvalidRequestError
+from jaxpaged.sampling_params import refuse_unsupported
 
 
 def check_fields(fields: Iterable[str], known: Iterable[str], where: str = "") -> None:
@@ -16,9 +17,10 @@ def check_fields(fields: Iterable[str], known: Iterable[str], where: str = "") -
     known = list(known)
     for key in fields:
         if key not in known:
+            refuse_unsupported(key, where)
             near = difflib.get_close_matches(key, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidRequestError(f"{where}{key}: unknown or unsupported field{hint} (valid: {', '.join(known)})")
+            raise InvalidRequestError(f"{where}{key}: unknown field{hint} (valid: {', '.join(known)})")
 
 
 def text_prompt(value: object, field: str = "prompt") -> str:

@@ -100,9 +100,7 @@ def read_items(
         if entry.id is not None and line_format.wants_json:  # text lines have their numbers, which differ
             first = first_lines.setdefault(str(entry.id), number)
             if first != number:
-                entry = BadLine(
-                    number, entry.id, "duplicate_id", f"id {entry.id!r} was already used on line {first}; that line is served"
-                )
+                entry = BadLine(number, entry.id, "duplicate_id", f"id {entry.id!r} was already used on line {first}")
         yield entry
 
 

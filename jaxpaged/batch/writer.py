@@ -23,15 +23,16 @@ class RecordWriter:
     """Appends records to a file that only this process may write.
 
     Args:
-        path: the output file; created if missing, never truncated on opening.
+        path: the output file; created if missing, its folders too, never truncated on opening.
 
     Raises:
-        JobError: no permission, no such directory, or another job is writing the file.
+        JobError: no permission, a file where a folder should be, or another job is writing the file.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise JobError(_open_hint(path, error)) from error
@@ -101,9 +102,6 @@ class RecordWriter:
 
 
 def _open_hint(path: str, error: OSError) -> str:
-    folder = os.path.dirname(path) or "."
-    if isinstance(error, FileNotFoundError):
-        return f"output.path: the folder {folder!r} does not exist; create it or choose another path"
     if isinstance(error, PermissionError):
         return f"output.path: no permission to write {path!r}; change its mode or choose another path"
     return f"output.path: cannot open {path!r}: {error.strerror}"

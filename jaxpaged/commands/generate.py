@@ -107,18 +107,25 @@ def _run_file(args: argparse.Namespace) -> int:
     )
     if not args.quiet:
         print(summary.text())
-    return report(summary)
+    return report(summary, overwrite=args.overwrite)
 
 
-def report(summary: JobSummary) -> int:
+def report(summary: JobSummary, *, overwrite: bool = False) -> int:
     """Tells on stderr how a job ended, where that is not the ordinary way.
+
+    Args:
+        summary: what was done.
+        overwrite: whether an earlier output was to be thrown away, which happens once the model is loaded.
 
     Returns:
         The exit code.
     """
     if summary.interrupted is not None:
         name = {2: "SIGINT", 15: "SIGTERM"}.get(summary.interrupted, f"signal {summary.interrupted}")
-        print(f"stopped by {name} after {summary.done} of {summary.total} records; go on with --resume", file=sys.stderr)
+        how = f"after {summary.done} of {summary.total} records; go on with --resume"
+        if overwrite and summary.stats is None:
+            how = "before anything was written; an earlier output is as it was, start over with --overwrite"
+        print(f"stopped by {name} {how}", file=sys.stderr)
         return EXIT_SIGNAL_BASE + summary.interrupted
     return EXIT_SOME_FAILED if summary.errors else EXIT_OK
 
@@ -134,9 +141,11 @@ def _run_prompt(args: argparse.Namespace) -> int:
         system = [{"role": "system", "content": args.system}] if args.system else []
         prompt = {"messages": [*system, {"role": "user", "content": text}]}
     params = SamplingParams.from_dict({"max_tokens": DEFAULT_MAX_TOKENS, **given_flags(args, SAMPLING)})
+    if params.logprobs is not None:
+        raise ConfigError("--logprobs: belongs to --config; of a prompt only the text is printed")
     small = {"max_num_seqs": params.num_samples, "max_num_batched_tokens": 512}  # few shapes to compile for one prompt
     config = EngineConfig.from_dict({**small, "model": args.model, **given_flags(args, ENGINE)})
-    engine = _engine(config)
+    engine = _engine(config, progress=True)
     engine.add_request("prompt", prompt, params)
     stream(engine, sys.stdout)
     return EXIT_OK
@@ -168,4 +177,6 @@ def stream(engine: Any, out: Any) -> None:
 def _engine(config: EngineConfig, *, progress: bool = False) -> Any:
     from jaxpaged.engine.engine import Engine  # loads JAX: only when something is generated
 
+    if progress and not sys.stderr.isatty():
+        print(f"loading {config.model} and compiling its programs (minutes the first time, then cached)", file=sys.stderr)
     return Engine(config, progress=progress and sys.stderr.isatty())

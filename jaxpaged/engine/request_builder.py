@@ -151,8 +151,9 @@ class RequestBuilder:
         if isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
         if isinstance(prompt, (bytes, str)) or not isinstance(prompt, Sequence):
-            raise InvalidRequestError(f"prompt: got {type(prompt).__name__}, wants text, token ids or messages")
-        return list(prompt)
+            hint = '; the ids of one prompt want {"prompt_token_ids": [...]}' if isinstance(prompt, (int, np.integer)) else ""
+            raise InvalidRequestError(f"prompt: got {type(prompt).__name__}, wants text, token ids or messages{hint}")
+        return [int(token) if isinstance(token, np.integer) else token for token in prompt]
 
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:

@@ -64,7 +64,7 @@ def write_kv(
         if jnp.dtype(x.dtype).name not in FLOAT_DTYPES:
             raise ValueError(f"{name}: got dtype {jnp.dtype(x.dtype).name}, wants one of {', '.join(FLOAT_DTYPES)}")
     k_scale, v_scale = dispatch.check_tensor_scales(pool, k_scale, v_scale)
-    name = dispatch.resolve(OP, implementation, pool.data)
+    name = dispatch.resolve(OP, implementation, pool.data, interpret)
     dispatch.check_interpret(OP, name, interpret)
     run = _run if name == "reference" else _jitted
     return run((name, tiles, interpret), pool, k, v, plan, dispatch.check_layer(layer, pool), k_scale, v_scale)

@@ -37,7 +37,7 @@ def write_kv(
     """See the public ``write_kv``.
 
     Raises:
-        KernelUnsupportedError: the pool's rows or pages are no whole TPU tiles, or the plan was not made for TPU.
+        KernelUnsupportedError: the pool's rows or pages are no whole TPU tiles.
     """
     spec = pool.spec
     common.check_pool("write_kv", spec)

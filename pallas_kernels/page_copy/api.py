@@ -28,7 +28,7 @@ def copy_pages(
 
     Args:
         pool: the page pool; use the returned one from here on.
-        src: int32 ``[M]`` page ids. Pad with 0: the scratch page copied onto itself.
+        src: int32 ``[M]`` page ids, or a list. Pad with 0: the scratch page copied onto itself.
         dst: int32 ``[M]`` page ids, each at most once (padding aside), none of them also in ``src``.
         implementation: "auto" takes the platform's own; any other name runs that one or raises.
         interpret: run a Pallas kernel in interpret mode.
@@ -43,12 +43,13 @@ def copy_pages(
 
     Source: Kwon et al. 2023, section 5.1 (fused block copy).
     """
+    src, dst = _as_ids(src), _as_ids(dst)
     _check(pool, src=src, dst=dst)
     if src.shape != dst.shape:
         raise ValueError(f"dst: got {dst.shape[0]} ids, wants {src.shape[0]} like src")
     if dispatch.is_concrete(src, dst):
         _check_disjoint(np.asarray(src), np.asarray(dst))
-    name = dispatch.resolve(OP, implementation, pool.data)
+    name = dispatch.resolve(OP, implementation, pool.data, interpret)
     if not src.shape[0]:
         return pool
     return _call("copy_pages", name, interpret, pool, src, dst)
@@ -72,8 +73,9 @@ def gather_pages(
         ValueError: ids have a wrong shape or dtype, or (where their values are known) lie outside the pool.
         KernelUnsupportedError: the chosen implementation cannot do this; the message says what can.
     """
+    ids = _as_ids(ids)
     _check(pool, ids=ids)
-    name = dispatch.resolve(OP, implementation, pool.data)
+    name = dispatch.resolve(OP, implementation, pool.data, interpret)
     return _call("gather_pages", name, interpret, pool, ids)
 
 
@@ -102,11 +104,12 @@ def scatter_pages(
         ValueError: ids or pages have a wrong shape or dtype, or ids (where known) lie outside the pool or repeat.
         KernelUnsupportedError: the chosen implementation cannot do this; the message says what can.
     """
+    ids = _as_ids(ids)
     _check(pool, ids=ids)
     check_pages(pages, pool, ids.shape[0])
     if dispatch.is_concrete(ids):
         _check_unique("ids", np.asarray(ids))
-    name = dispatch.resolve(OP, implementation, pool.data)
+    name = dispatch.resolve(OP, implementation, pool.data, interpret)
     if not ids.shape[0]:
         return pool
     return _call("scatter_pages", name, interpret, pool, ids, pages)
@@ -122,6 +125,10 @@ def _call(function: str, name: str, interpret, pool: KVPool, *args):
         return getattr(dispatch.load(OP, name), function)(pool, *args, interpret=interpret)
     data = dispatch.no_gradient(OP, pool.data)
     return _jitted(function, name, interpret, dataclasses.replace(pool, data=data), *args)
+
+
+def _as_ids(ids):
+    return ids if hasattr(ids, "dtype") else np.asarray(ids, np.int32 if len(ids) == 0 else None)
 
 
 def _check(pool: KVPool, **ids) -> None:

@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels.dispatch import Implementation, resolve
+from pallas_kernels.dispatch import Implementation, is_concrete, resolve
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.plan import Target
 from pallas_kernels.plan_decode import plan_decode
@@ -46,7 +47,7 @@ def paged_attention_kv(
         ``out [B, N, H]``, or ``(out, lse)`` with ``return_lse=True``.
 
     Raises:
-        ValueError: a shape or dtype is not as above.
+        ValueError: a shape or dtype is not as above, or a length (where known) is more than its table holds.
         TypeError: an unknown keyword.
         KernelUnsupportedError: the chosen implementation cannot do this.
     """
@@ -67,11 +68,18 @@ def paged_attention_kv(
     if jnp.shape(lengths) != (rows,):
         raise ValueError(f"lengths: got shape {list(jnp.shape(lengths))}, wants [{rows}] for q {list(q.shape)}")
     pages, page_size = jnp.shape(block_tables)[1], k_pages.shape[2]
+    if is_concrete(lengths) and rows:
+        known = np.asarray(lengths)
+        if known.min() < 0 or known.max() > pages * page_size:
+            wrong = int(known.min() if known.min() < 0 else known.max())
+            raise ValueError(
+                f"lengths: got {wrong}, wants 0 to {pages * page_size}: block_tables has {pages} pages of {page_size}"
+            )
     used = -(-jnp.asarray(lengths, jnp.int32) // page_size)
     ids = jnp.where(jnp.arange(pages) < used[:, None], jnp.asarray(block_tables, jnp.int32), 0).reshape(-1)
     pool = from_kv_pages(_take(k_pages, ids), _take(v_pages, ids))
     table = 1 + jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
-    name: Any = resolve("paged_attention", implementation, q)
+    name: Any = resolve("paged_attention", implementation, q, options.get("interpret", False))
     plan = plan_decode(
         lengths,
         table,

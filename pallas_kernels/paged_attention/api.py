@@ -91,7 +91,7 @@ def paged_attention(
         sliding_window=None if sliding_window is None else int(sliding_window),
         soft_cap=None if soft_cap is None else float(soft_cap),
     )
-    name = dispatch.resolve(OP, implementation, pool.data)
+    name = dispatch.resolve(OP, implementation, pool.data, interpret)
     dispatch.check_interpret(OP, name, interpret)
     static = (name, tiles, interpret, return_lse, out_dtype)
     run = _run if name == "reference" else _jitted

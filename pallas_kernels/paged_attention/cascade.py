@@ -23,7 +23,7 @@ def plan_cascade(
     group_sizes: Sequence[int],
     prefix_pages: Sequence[int],
     spec: PoolSpec,
-    target: Target = "cpu",
+    target: Target | None = None,
     shapes: tuple[PlanShape, PlanShape] | None = None,
     split_len: int = 512,
     query_tile: int = 64,

@@ -84,10 +84,11 @@ def check_plan(op: str, plan: AttentionPlan) -> None:
     """Refuses plans that lack the TPU's work lists or do not fit scalar memory.
 
     Raises:
-        KernelUnsupportedError: with the reason and what would work.
+        ValueError: the plan was made for another target.
+        KernelUnsupportedError: it does not fit, with what would.
     """
     if plan.write_groups is None:
-        raise KernelUnsupportedError(f'{op}: the plan was not made for TPU; pass target="tpu" to plan')
+        raise ValueError(f'{op}: plan: was not made for TPU; make it with plan(..., target="tpu")')
     words = plan.page_ids.shape[0] + 3 * plan.shape.num_seqs + 4 * plan.query_tiles.shape[0]
     if words > SMEM_WORDS:
         raise KernelUnsupportedError(

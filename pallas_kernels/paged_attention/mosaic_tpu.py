@@ -43,7 +43,7 @@ def paged_attention(
         ``(out [T, N, H], lse float32 [T, N] or None)``.
 
     Raises:
-        KernelUnsupportedError: the pool's rows or pages are no whole TPU tiles, the plan was not made for TPU, or the step does
+        KernelUnsupportedError: the pool's rows or pages are no whole TPU tiles, or the step does
             not fit scalar or vector memory.
     """
     common.check_pool("paged_attention", pool.spec)

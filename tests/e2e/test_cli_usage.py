@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+from jaxpaged.batch.summary import JobSummary
 from jaxpaged.cli import build_parser, main
 from jaxpaged.commands.flags import field_docs, given_flags
+from jaxpaged.commands.generate import report
 from jaxpaged.config import EngineConfig
 from jaxpaged.sampling_params import SamplingParams
 
@@ -107,12 +109,25 @@ def test_wrong_job_options(capsys, job, argv, says):
     assert code == 2 and says in line
 
 
-def test_an_existing_output_and_a_missing_folder_fail_before_anything_is_loaded(capsys, job, tmp_path):
+def test_an_existing_output_and_a_file_for_a_folder_fail_before_anything_is_loaded(capsys, job, tmp_path):
     (tmp_path / "out.jsonl").write_text("{}\n")
     code, line = fails(capsys, "generate", "--config", str(job))
     assert code == 1 and "--resume goes on with it, --overwrite starts over" in line
-    code, line = fails(capsys, "generate", "--config", str(job), "--set", f"output.path={tmp_path}/no/out.jsonl")
-    assert code == 1 and "does not exist; create it" in line
+    code, line = fails(capsys, "generate", "--config", str(job), "--set", f"output.path={tmp_path}/out.jsonl/deeper.jsonl")
+    assert code == 1 and "output.path: cannot open" in line
+
+
+def test_an_interrupted_overwrite_that_wrote_nothing_does_not_offer_to_resume(capsys):
+    """The records on disk are still those of before: resuming would keep them."""
+    summary = JobSummary(total=3, output="out.jsonl", interrupted=2)
+    assert report(summary, overwrite=True) == 130
+    assert "an earlier output is as it was, start over with --overwrite" in capsys.readouterr().err
+    assert report(summary) == 130 and "after 0 of 3 records; go on with --resume" in capsys.readouterr().err
+
+
+def test_logprobs_of_a_single_prompt_are_refused(capsys):
+    code, line = fails(capsys, "generate", "--model", "m", "--prompt", "a", "--logprobs", "2")
+    assert code == 2 and "--logprobs: belongs to --config" in line
 
 
 def test_unknown_flags_and_half_flags_are_refused(capsys):

@@ -174,9 +174,12 @@ def test_output_and_input_must_differ(tmp_path):
         run(job)
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(JobError, match=r"folder '.*nowhere' does not exist"):
-        run(make_job(tmp_path, PROMPTS, output={"path": str(tmp_path / "nowhere" / "out.jsonl")}))
+def test_a_missing_folder_is_made(tmp_path):
+    path = tmp_path / "no" / "where" / "out.jsonl"
+    run(make_job(tmp_path, PROMPTS, output={"path": str(path)}))
+    assert path.is_file()
+    with pytest.raises(JobError, match=r"output\.path: cannot open '.*out\.jsonl/deeper\.jsonl'"):
+        run(make_job(tmp_path, PROMPTS, output={"path": str(path / "deeper.jsonl")}))
 
 
 def test_no_permission_is_named_before_the_model_is_loaded(tmp_path, monkeypatch):

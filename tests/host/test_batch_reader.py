@@ -8,6 +8,7 @@ from jaxpaged.batch.formats import JsonlFormat
 from jaxpaged.batch.items import BadLine, Item, derive_seed
 from jaxpaged.batch.reader import detect_format, read_items, survey
 from jaxpaged.errors import ConfigError
+from jaxpaged.sampling_params import SamplingParams
 from tests.host.batch_kit import make_job
 
 
@@ -99,6 +100,24 @@ def test_unseeded_lines_get_a_seed_from_the_job_seed_and_line_number_only(tmp_pa
 def test_beam_search_lines(tmp_path):
     item = one(tmp_path, [{"prompt": "a", "beam_width": 3, "length_penalty": 2.0, "max_tokens": 5}])
     assert (item.params.beam_width, item.params.length_penalty, item.params.max_tokens) == (3, 2.0, 5)
+
+
+def test_a_line_may_ask_for_beams_where_the_job_samples_and_the_reverse(tmp_path):
+    """Of the job's parameters it takes those that mean something to it; its own are as strict as ever."""
+    line = {"prompt": "a", "beam_width": 3}
+    item = one(tmp_path, [line], sampling={"temperature": 0.7, "max_tokens": 9})
+    assert (item.params.beam_width, item.params.max_tokens) == (3, 9)
+    bad = one(tmp_path, [line | {"temperature": 0.5}], sampling={"temperature": 0.7})
+    assert isinstance(bad, BadLine) and "sampling.temperature: not a parameter of beam search" in bad.message
+    item = one(
+        tmp_path, [{"prompt": "a", "beam_width": None}], sampling={"beam_width": 2, "length_penalty": 2.0, "max_tokens": 9}
+    )
+    assert isinstance(item.params, SamplingParams) and item.params.max_tokens == 9
+
+
+def test_what_other_engines_have_is_refused_without_a_guess(tmp_path):
+    bad = one(tmp_path, [{"prompt": "a", "stop": ["."]}])
+    assert bad.message == "stop: not supported; stop_token_ids ends at a token"
 
 
 def test_content_in_text_parts_is_joined(tmp_path):

@@ -234,3 +234,38 @@ def test_bytes_per_token_match_known_models():
     small = pk.PoolSpec(2, 5, 8, 2, 64, "int8")
     pool = pk.alloc(small)
     assert sum(x.nbytes for x in jax.tree.leaves(pool)) == small.num_bytes
+
+
+def test_rows_that_write_the_same_slot_are_refused():
+    with pytest.raises(ValueError, match="rows 0 and 2 both write slot 3 of page 5"):
+        pk.plan([1, 2, 1], [4, 2, 4], [[5], [6], [5]], spec=SPEC)
+    pk.plan([1, 2, 1], [4, 2, 4], [[5], [6], [5]], spec=SPEC, writes=False)
+
+
+def test_an_explicit_kernel_on_the_wrong_platform_says_what_to_do():
+    pool = pk.alloc(SPEC)
+    kv = jnp.zeros((1, SPEC.num_kv_heads, SPEC.head_dim), jnp.bfloat16)
+    for name, target in (("triton", "gpu"), ("mosaic_tpu", "tpu")):
+        plan = pk.plan([1], [3], [[1]], spec=SPEC, target=target)
+        for call in (
+            lambda name=name, plan=plan: pk.paged_attention(kv, pool, plan, implementation=name),
+            lambda name=name, plan=plan: pk.write_kv(pool, kv, kv, plan, implementation=name),
+        ):
+            with pytest.raises(pk.KernelUnsupportedError, match='the pool is on "cpu"; pass interpret=True'):
+                call()
+
+
+def test_page_ids_may_be_lists():
+    pool = pk.alloc(SPEC)
+    assert pk.copy_pages(pool, [1], [2]).data.shape == pool.data.shape
+    pages = pk.gather_pages(pool, [1, 2])
+    assert pk.scatter_pages(pool, [3, 4], pages).data.shape == pool.data.shape
+    assert pk.gather_pages(pool, []).data.shape[1] == 0
+    with pytest.raises(ValueError, match=r"src: got float64\[1\], wants int32"):
+        pk.copy_pages(pool, [1.5], [2])
+
+
+def test_lengths_beyond_the_table_are_refused():
+    pages = jnp.zeros((2, 4, 16, 64), jnp.float32)
+    with pytest.raises(ValueError, match="lengths: got 1000, wants 0 to 32"):
+        pk.paged_attention_kv(jnp.zeros((1, 2, 64)), pages, pages, jnp.zeros((1, 2), jnp.int32), jnp.array([1000]))

@@ -119,7 +119,7 @@ def test_steps_beyond_scalar_or_vector_memory_are_refused():
     with pytest.raises(KernelUnsupportedError, match=r"4\.0 MiB of VMEM, there are 1"):
         common.check_vmem("paged_attention", 4 * 2**20, Tiles(vmem_limit_bytes=2**20))
     cpu = pk.plan([1], [1], [[1]], spec=spec)
-    with pytest.raises(KernelUnsupportedError, match='target="tpu"'):
+    with pytest.raises(ValueError, match='target="tpu"'):
         common.check_plan("write_kv", cpu)
 
 
@@ -160,9 +160,9 @@ def test_word_mask_keeps_exactly_these_rows(itemsize, first, last):
 
 def test_query_tiles_are_cut_at_the_flat_batch():
     """Planned for TPU a tile stays within one window of the flat batch, and all tiles together are the long rows' tokens."""
-    spec = pk.PoolSpec(1, 40, 16, 1, 64)
+    spec = pk.PoolSpec(1, 60, 16, 1, 64)
     q_lens, seq_lens = [5, 1, 40, 0, 2, 16], [9, 30, 40, 0, 2, 100]
-    tables = [np.arange(1, 8)] * 6
+    tables = [np.arange(1, 8) + 8 * row for row in range(6)]
     shape = pk.PlanShape(80, 8, 8)
     plan = pk.plan(q_lens, seq_lens, tables, spec=spec, target="tpu", shape=shape, query_tile=16)
     tiles = plan.query_tiles[: plan.num_counts[1]]
@@ -195,12 +195,17 @@ def test_interpreter_catches_what_these_tests_rely_on(capfd):
     from jax.experimental import pallas as pl
 
     x = jnp.ones((8, 128), jnp.float32)
-    pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
         out_specs=pl.BlockSpec(memory_space=pl.ANY),
         scratch_shapes=[pltpu.SemaphoreType.DMA],
         interpret=cases.interpret_params("mosaic_tpu", "eager"),
-    )(x).block_until_ready()
-    assert "non-zero count" in "".join(capfd.readouterr())
+    )
+    try:
+        call(x).block_until_ready()
+        told = "".join(capfd.readouterr())
+    except jax.errors.JaxRuntimeError as error:  # newer versions raise
+        told = str(error)
+    assert "non-zero count" in told or "RACE DETECTED" in told
