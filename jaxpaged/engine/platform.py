@@ -126,7 +126,9 @@ def activation_bytes(model: ModelConfig, dtype_bytes: int, num_tokens: int, num_
 def pool_pages(config: EngineConfig, model: ModelConfig, platform: Platform, bytes_per_page: int) -> int:
     """Pages (scratch page left out) the pool gets.
 
-    Never more than ``max_num_seqs`` sequences of full length could own.
+    Never more than ``max_num_seqs`` sequences of full length could own. The pool's size is part of every compiled program, and
+    free memory differs from run to run: rounded down to an eighth of a power of two on CPU, to a 64th elsewhere, it is mostly
+    the same, and the compilation cache hits.
 
     Raises:
         CapacityError: not even one page fits.
@@ -138,11 +140,15 @@ def pool_pages(config: EngineConfig, model: ModelConfig, platform: Platform, byt
     limit, used = available_bytes(platform.name)
     if platform.name == "cpu":
         room = int(limit * (config.memory_fraction or 0.3))
+        parts = 8
     else:
         size = 2 if platform.dtype != "float32" else 4
         room = int(limit * (config.memory_fraction or 0.9)) - used
         room -= activation_bytes(model, size, config.max_num_batched_tokens, config.max_num_seqs)
-    pages = min(most, room // bytes_per_page - 1)
+        parts = 64
+    fitting = room // bytes_per_page - 1
+    step = max(1, (1 << max(fitting, 1).bit_length() - 1) // parts)
+    pages = min(most, fitting // step * step)
     if pages < 1:
         raise CapacityError(
             f"memory_fraction: {max(room, 0) >> 20} MiB are left for the page pool, one page takes {bytes_per_page >> 10} KiB; "
