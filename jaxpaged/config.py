@@ -94,7 +94,7 @@ class EngineConfig:
         kv_cache_dtype: of the page pool. "auto": ``dtype``. "fp8" is "fp8_e4m3". 8-bit pools keep one float32 scale per
             token and KV head.
         page_size: tokens a page holds; None lets the platform choose (16 on CPU and GPU; 16 to 128 on TPU).
-        num_pages: pages sequences may own; None sizes the pool by ``memory_fraction``.
+        num_pages: pages sequences may own; None sizes the pool by ``memory_fraction``, in coarse steps.
         memory_fraction: share of the device's memory to use for weights, temporaries and pool together, in (0, 1]; on CPU
             the share of the memory free after loading the weights that the pool may take. Default 0.9, on CPU 0.3.
         max_model_len: most tokens of one sequence; None takes the model's own limit.

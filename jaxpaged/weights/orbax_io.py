@@ -154,12 +154,11 @@ class OrbaxParams:
         """
         import orbax.checkpoint as ocp
 
-        default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         shapes = model_params(self.config)
         params: dict[str, jax.Array] = {}
         for path, shape in shapes.items():
-            place = shardings.get(path, default)
-            if len(place.device_set) == 1:
+            place = shardings.get(path)  # None leaves the array uncommitted, as other checkpoints do: the same programs then
+            if place is None or len(place.device_set) == 1:
                 params[path] = jax.block_until_ready(jax.device_put(self.read(path, shape, dtype, owned=True), place))
                 continue
             args = ocp.ArrayRestoreArgs(dtype=dtype, sharding=place, global_shape=shape)
