@@ -200,8 +200,9 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path, wrong):
     if wrong == "truncated":
         os.truncate(folder / "model.safetensors", 5000)
     done = run(write_job(tmp_path, folder, LINES[:1]), code=1)
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert {"missing": "model", "truncated": "safetensors", "architecture": "OtherForCausalLM"}[wrong] in done.stderr
+    announced, error = done.stderr.splitlines()
+    assert announced.startswith("loading ") and error.startswith("error: ")
+    assert {"missing": "model", "truncated": "safetensors", "architecture": "OtherForCausalLM"}[wrong] in error
 
 
 def test_one_prompt_is_streamed(model):
