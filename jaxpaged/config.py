@@ -141,6 +141,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model: got {self.model!r}, wants a directory, a .gguf file, an Orbax checkpoint or a hub id")
+        for name in ("tokenizer", "revision", "event_log", "compilation_cache_dir"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"{name}: got {value!r}, wants a text or null")
         _choice("dtype", self.dtype, DTYPES)
         _choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _choice("implementation", self.implementation, IMPLEMENTATIONS)

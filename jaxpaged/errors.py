@@ -28,3 +28,13 @@ class CapacityError(JaxPagedError):
 
 class InvariantError(JaxPagedError):
     """A rule the engine relies on was broken: a bug in jaxpaged, never the caller's fault."""
+
+
+def shown(value: object) -> str:
+    """``value`` as a message shows it: its ``repr``, or what it is where that is endless."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return repr(value)
+    except (RecursionError, ValueError):  # nested too deeply; a huge integer inside
+        return f"a {type(value).__name__} that is too large to show"

@@ -9,7 +9,7 @@ import difflib
 import math
 from typing import Any
 
-from jaxpaged.errors import InvalidRequestError
+from jaxpaged.errors import InvalidRequestError, shown
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
@@ -25,8 +25,7 @@ MAX_LENGTH_PENALTY = 32.0  # a length raised to it stays far inside a float
 
 
 def _fail(field: str, got: object, wants: str) -> None:
-    shown = f"an integer of {got.bit_length()} bits" if isinstance(got, int) and got.bit_length() > 128 else repr(got)
-    raise InvalidRequestError(f"{field}: got {shown}, wants {wants}")
+    raise InvalidRequestError(f"{field}: got {shown(got)}, wants {wants}")
 
 
 def _number(field: str, value: object, wants: str) -> float:

@@ -150,8 +150,15 @@ def check_layer(layer: Any, pool: KVPool) -> jax.Array:
         if not 0 <= layer < pool.spec.num_layers:
             raise ValueError(f"layer: got {layer}, wants 0 <= layer < {pool.spec.num_layers}")
         return jnp.int32(layer)
-    if jnp.shape(layer) != () or isinstance(layer, (bool, float)) or not jnp.issubdtype(layer.dtype, jnp.integer):
+    if (
+        not hasattr(layer, "dtype")
+        or jnp.shape(layer) != ()
+        or isinstance(layer, (bool, float))
+        or not jnp.issubdtype(layer.dtype, jnp.integer)
+    ):
         raise ValueError(f"layer: got {layer!r}, wants an integer or an int32 scalar")
+    if is_concrete(layer) and not 0 <= int(layer) < pool.spec.num_layers:
+        raise ValueError(f"layer: got {int(layer)}, wants 0 <= layer < {pool.spec.num_layers}")
     return jnp.asarray(layer, jnp.int32)
 
 
@@ -206,4 +213,6 @@ def check_tensor_scales(pool: KVPool, k_scale: Any, v_scale: Any) -> tuple[jax.A
             )
         if jnp.shape(value) != ():
             raise ValueError(f"{name}: got shape {jnp.shape(value)}, wants a scalar")
+        if is_concrete(value) and not 0 < float(value) < float("inf"):
+            raise ValueError(f"{name}: got {float(value)}, wants a finite number > 0")
     return jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32)

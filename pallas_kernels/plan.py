@@ -102,10 +102,30 @@ def write_group_rows(spec: PoolSpec) -> int:
     return rows
 
 
-def default_target() -> Target:
-    """The target of JAX's default backend."""
-    backend = jax.default_backend()
-    return "tpu" if backend == "tpu" else "gpu" if backend in ("gpu", "cuda", "rocm") else "cpu"
+def check_target(target: Target | None) -> Target:
+    """The target, that of JAX's default backend for None.
+
+    Raises:
+        ValueError: there is no such target.
+    """
+    if target is None:
+        backend = jax.default_backend()
+        return "tpu" if backend == "tpu" else "gpu" if backend in ("gpu", "cuda", "rocm") else "cpu"
+    if target not in ("cpu", "gpu", "tpu"):
+        raise ValueError(f'target: got {target!r}, wants "cpu", "gpu", "tpu" or None')
+    return target
+
+
+def _int32(name: str, values) -> np.ndarray:
+    """``values`` as int32, which none of them may be outside of."""
+    array = np.asarray(values)
+    if array.dtype == np.int32:
+        return array
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{name}: got {array.dtype}, wants integers")
+    if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
+        raise ValueError(f"{name}: got {array.max() if array.max() >= 2**31 else array.min()}, wants 32-bit integers")
+    return array.astype(np.int32)
 
 
 def plan(
@@ -146,9 +166,11 @@ def plan(
     Raises:
         ValueError: lengths or page ids are out of range, or do not fit ``shape``.
     """
-    target = default_target() if target is None else target
-    q = np.asarray(query_lens, np.int32).reshape(-1)
-    n = np.asarray(seq_lens, np.int32).reshape(-1)
+    target = check_target(target)
+    for name, value in (("query_tile", query_tile), ("split_len", split_len)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, wants at least 1")
+    q, n = _int32("query_lens", query_lens).reshape(-1), _int32("seq_lens", seq_lens).reshape(-1)
     if len(q) != len(n):
         raise ValueError(f"seq_lens: got {len(n)} entries, wants {len(q)} like query_lens")
     tables = _dense_tables(block_tables, len(q))
@@ -205,13 +227,15 @@ def plan(
 
 
 def _dense_tables(block_tables, rows: int) -> np.ndarray:
-    if isinstance(block_tables, np.ndarray) and block_tables.ndim == 2:
-        tables = block_tables.astype(np.int32, copy=False)
+    if hasattr(block_tables, "ndim") and block_tables.dtype != object:
+        tables = _int32("block_tables", block_tables)
+        if tables.ndim != 2:
+            raise ValueError(f"block_tables: got shape {list(tables.shape)}, wants [S, P] or a list of lists")
     else:
         width = max((len(t) for t in block_tables), default=0)
         tables = np.zeros((len(block_tables), width), np.int32)
         for i, table in enumerate(block_tables):
-            tables[i, : len(table)] = table
+            tables[i, : len(table)] = _int32(f"block_tables[{i}]", table)
     if len(tables) != rows:
         raise ValueError(f"block_tables: got {len(tables)} rows, wants {rows} like query_lens")
     return tables

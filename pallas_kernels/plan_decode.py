@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.plan import DROPPED_SLOT, AttentionPlan, PlanShape, Target, default_target, write_group_rows
+from pallas_kernels.plan import DROPPED_SLOT, AttentionPlan, PlanShape, Target, check_target, write_group_rows
 from pallas_kernels.pool import PoolSpec
 
 
@@ -35,7 +35,7 @@ def plan_decode(
     Raises:
         ValueError: shapes are not as above.
     """
-    target = default_target() if target is None else target
+    target = check_target(target)
     if len(jnp.shape(block_tables)) != 2:
         raise ValueError(f"block_tables: got shape {list(jnp.shape(block_tables))}, wants [S, P]")
     rows, pages = jnp.shape(block_tables)

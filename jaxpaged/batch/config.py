@@ -135,7 +135,7 @@ def load_job(path: str | os.PathLike[str], overrides: dict[str, Any] | None = No
         raise ConfigError(f"--config: cannot read {os.fspath(path)!r}: {error}") from error
     try:
         raw = yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date or number that is none
         raise ConfigError(f"--config: {os.fspath(path)} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
         raise ConfigError(
@@ -241,7 +241,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         )
     try:
         return name, yaml.load(value, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"--set {name}: {value!r} is not a YAML value: {' '.join(str(error).split())}") from error
 
 

@@ -273,10 +273,18 @@ def _line_format(job: JobConfig, manifest: Manifest) -> LineFormat:
 
 
 def _refuse_same_file(job: JobConfig) -> None:
-    if os.path.realpath(job.input.path) == os.path.realpath(job.output.path):
-        raise JobError(f"output.path: {job.output.path!r} is the input file; choose another path")
+    paths = {"input.path": job.input.path, "output.path": job.output.path, "engine.event_log": job.engine.event_log}
+    taken: dict[str, str] = {}
+    for field, path in paths.items():
+        other = taken.setdefault(os.path.realpath(path), field) if path else field
+        if other != field:
+            raise JobError(f"{field}: {path!r} is the {other.split('.')[0]} file; choose another path")
 
 
-def _stamp(path: str) -> tuple[int, int]:
-    status = os.stat(path)
+def _stamp(path: str) -> tuple[int, int] | None:
+    """What changes when a file is changed or goes away."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
     return status.st_mtime_ns, status.st_size

@@ -114,7 +114,10 @@ def parse_line(number: int, content: bytes, line_format: LineFormat) -> Item | B
     """
     if line_format.wants_json:
         value = _decode_json(number, content)
-        return value if isinstance(value, BadLine) else line_format.parse(number, value)
+        try:
+            return value if isinstance(value, BadLine) else line_format.parse(number, value)
+        except RecursionError:  # deeper than what a check or a message can walk, though not than what the JSON reader can
+            return BadLine(number, None, "invalid_json", "not JSON this reader takes: nested too deeply")
     try:
         return line_format.parse(number, content.decode("utf-8"))
     except UnicodeDecodeError as error:

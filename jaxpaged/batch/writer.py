@@ -74,6 +74,8 @@ class RecordWriter:
         data = b"".join(encode_record(record) for record in records)
         if not data:
             return
+        if os.fstat(self._fd).st_nlink == 0:
+            raise JobError(f"output.path: {self.path!r} was deleted while the job ran; its records are lost, start over")
         try:
             view = memoryview(data)
             while view:

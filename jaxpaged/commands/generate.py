@@ -7,7 +7,7 @@ from typing import Any
 from jaxpaged.batch.config import load_job, parse_override
 from jaxpaged.batch.job import run_job
 from jaxpaged.batch.summary import JobSummary
-from jaxpaged.commands.exit_codes import EXIT_OK, EXIT_SIGNAL_BASE, EXIT_SOME_FAILED
+from jaxpaged.commands.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_SIGNAL_BASE, EXIT_SOME_FAILED
 from jaxpaged.commands.flags import DEFAULT_MAX_TOKENS, ENGINE, SAMPLING, add_engine_flags, add_sampling_flags, given_flags
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
@@ -127,6 +127,13 @@ def report(summary: JobSummary, *, overwrite: bool = False) -> int:
             how = "before anything was written; an earlier output is as it was, start over with --overwrite"
         print(f"stopped by {name} {how}", file=sys.stderr)
         return EXIT_SIGNAL_BASE + summary.interrupted
+    if not summary.complete:
+        print(
+            f"error: {summary.done} of {summary.total} records: the input file was changed while the job ran; run again with "
+            "--overwrite",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
     return EXIT_SOME_FAILED if summary.errors else EXIT_OK
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.engine.input_builder import MAX_BANNED
-from jaxpaged.errors import ConfigError, InvalidRequestError
+from jaxpaged.errors import ConfigError, InvalidRequestError, shown
 from jaxpaged.model.sampling import MAX_TOP
 from jaxpaged.model_config import ModelConfig
 from jaxpaged.request import Request
@@ -161,7 +161,7 @@ class RequestBuilder:
         vocab = self._model.vocab_size
         for i, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise InvalidRequestError(f"prompt_token_ids[{i}]: got {token!r}, wants an integer in [0, {vocab})")
+                raise InvalidRequestError(f"prompt_token_ids[{i}]: got {shown(token)}, wants an integer in [0, {vocab})")
         return ids
 
     def _chat(self, messages: Any) -> tuple[list[int], str | None]:

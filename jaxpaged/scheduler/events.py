@@ -65,7 +65,7 @@ from json.encoder import encode_basestring_ascii as _quote
 from typing import Any
 
 from jaxpaged.config import SchedulerConfig
-from jaxpaged.errors import InvariantError
+from jaxpaged.errors import ConfigError, InvariantError
 
 SCHEMA_VERSION = 1
 """Version of the format; a reader refuses any other."""
@@ -122,7 +122,7 @@ class EventLog:
         clock: monotonic time in seconds.
 
     Raises:
-        OSError: the file cannot be opened for appending.
+        ConfigError: the file cannot be opened for appending.
     """
 
     def __init__(
@@ -132,8 +132,12 @@ class EventLog:
         config: SchedulerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        torn = _ends_torn(path)
-        self._file = open(path, "a", encoding="ascii", newline="\n")  # noqa: SIM115 - lives as long as the log
+        self._path = path
+        try:
+            torn = _ends_torn(path)
+            self._file = open(path, "a", encoding="ascii", newline="\n")  # noqa: SIM115 - lives as long as the log
+        except OSError as error:
+            raise ConfigError(f"event_log: cannot open {os.fspath(path)!r}: {error.strerror}") from error
         self._clock = clock
         self._start = clock()
         self._step = 0
@@ -211,11 +215,18 @@ class EventLog:
             self._file.close()
 
     def flush(self) -> None:
-        """Writes what is buffered to the file."""
+        """Writes what is buffered to the file.
+
+        Raises:
+            ConfigError: the file cannot be written (a full disk).
+        """
         if self._lines:
-            self._file.write("".join(self._lines))
-            self._lines.clear()
-            self._file.flush()
+            try:
+                self._file.write("".join(self._lines))
+                self._lines.clear()
+                self._file.flush()
+            except OSError as error:
+                raise ConfigError(f"event_log: cannot write {os.fspath(self._path)!r}: {error.strerror}") from error
 
 
 def _ends_torn(path: str | os.PathLike[str]) -> bool:

@@ -234,8 +234,13 @@ class KVManager:
             state.host_table = []
 
     def can_swap_out(self, states: list[SeqState]) -> bool:
-        """Whether the host has room for all pages of ``states``."""
-        return len({page for state in states for page in state.table if page}) <= self.host.num_available
+        """Whether the host has room for all pages of ``states``, and none of them is pinned.
+
+        A pinned page stays on the device whoever leaves. Swapped in again, its sharers would have copies of their own beside
+        it, for which nobody has made room; recomputed, they find it.
+        """
+        pages = {page for state in states for page in state.table if page}
+        return len(pages) <= self.host.num_available and self.pool.pins.keys().isdisjoint(pages)
 
     def swap_out(self, states: list[SeqState]) -> None:
         """Moves all pages of ``states`` to the host, shared ones once."""

@@ -72,9 +72,13 @@ class PinnedPrefixes:
             )
         for owner in live:
             need = owner.worst_pages + total
-            if need > usable:
+            if need > usable and not any(state.table or state.host_table for state in owner.states):  # what it will find
                 request = owner.request
                 need -= self.shared_with(request.prompt_token_ids, request.cache_salt)
+            elif need > usable:  # what it has found
+                computed = (self._kv.cache.index.get(key) for key in keys)
+                kept = {entry.page for entry in computed if entry is not None} | self._kv.pool.pins.keys()
+                need -= len(kept & {page for state in owner.states for page in state.table})
             if need > usable:
                 raise CapacityError(
                     f"pin_prefix: with {total} pages pinned, live request {owner.request.request_id!r} may need {need} pages "

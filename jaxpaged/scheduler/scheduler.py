@@ -220,21 +220,30 @@ class Scheduler:
         if params.num_samples != 1:
             raise InvalidRequestError(f"n: got {params.num_samples}, wants 1 for a fork")
         parent = owner.states[index]
-        if params.logprobs is not None and not original.params.needs_logprobs and parent.seq.generated_token_ids:
+        known = (
+            original.params.logprobs if original.params.logprobs is not None else 0 if original.params.needs_logprobs else -1
+        )
+        if params.logprobs is not None and params.logprobs > known and parent.seq.generated_token_ids:
             raise InvalidRequestError(
-                f"logprobs: got {params.logprobs}, wants None: {request_id!r} was not asked for log-probabilities, so those of "
-                "the tokens it has generated are not known; ask for them in the request that is forked"
+                f"logprobs: got {params.logprobs}, wants {'None' if known < 0 else f'at most {known}'}: more was not recorded "
+                f"of the tokens {request_id!r} has generated; ask for them in the request that is forked"
             )
         if seed is None:
             seed = (
                 int.from_bytes(hashlib.sha256(f"{original.seed}\0{new_request_id}".encode()).digest()[:8], "little") & MAX_SEED
+            )
+        room = self._config.max_model_len - len(original.prompt_token_ids)
+        limit = original.max_tokens if params.max_tokens is None else min(params.max_tokens, room)
+        if params.min_tokens > limit:
+            raise InvalidRequestError(
+                f"min_tokens: got {params.min_tokens}, wants at most the {limit} tokens the fork may have"
             )
         request = Request(
             request_id=new_request_id,
             prompt_token_ids=original.prompt_token_ids,
             params=params,
             eos_token_ids=original.eos_token_ids,
-            max_tokens=original.max_tokens if params.max_tokens is None else min(params.max_tokens, original.max_tokens),
+            max_tokens=limit,
             seed=seed,
             arrival=self._last_arrival + 1 if arrival is None else arrival,
             priority=original.priority,

@@ -152,8 +152,8 @@ def _check_unique(name: str, ids: np.ndarray) -> None:
 
 def _check_disjoint(src: np.ndarray, dst: np.ndarray) -> None:
     moved = src != dst
-    _check_unique("dst", dst[moved])
-    both = np.intersect1d(src[moved], dst[moved])
+    _check_unique("dst", dst)
+    both = np.intersect1d(src[src != 0], dst[moved])
     if len(both):
         raise ValueError(f"dst: got page {both[0]}, which is also a source; copies of one call want disjoint pages")
     if (dst[moved] == 0).any():

@@ -75,8 +75,8 @@ def paged_attention(
     """
     _check_q(q, pool, plan)
     _check_window(sliding_window, plan)
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap: got {soft_cap}, wants a number > 0 or None")
+    if soft_cap is not None and not 0 < soft_cap < float("inf"):
+        raise ValueError(f"soft_cap: got {soft_cap}, wants a finite number > 0, or None for no cap")
     out_dtype = jnp.dtype(q.dtype if out_dtype is None else out_dtype)
     if not jnp.issubdtype(out_dtype, jnp.floating):
         raise ValueError(f"out_dtype: got {out_dtype}, wants a float dtype")

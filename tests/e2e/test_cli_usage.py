@@ -125,6 +125,11 @@ def test_an_interrupted_overwrite_that_wrote_nothing_does_not_offer_to_resume(ca
     assert report(summary) == 130 and "after 0 of 3 records; go on with --resume" in capsys.readouterr().err
 
 
+def test_a_job_that_lost_its_input_does_not_end_well(capsys):
+    assert report(JobSummary(total=600, output="out.jsonl", written=300)) == 1
+    assert "error: 300 of 600 records: the input file was changed" in capsys.readouterr().err
+
+
 def test_logprobs_of_a_single_prompt_are_refused(capsys):
     code, line = fails(capsys, "generate", "--model", "m", "--prompt", "a", "--logprobs", "2")
     assert code == 2 and "--logprobs: belongs to --config" in line

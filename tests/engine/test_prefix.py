@@ -139,3 +139,19 @@ def test_finishing_order_and_reports(tiny_dir: Path):
         assert all(part == seen[request_id][-1][: len(part)] for part in seen[request_id])
     assert [len(part) for part in seen[quiet]] == [6]
     assert finish(engine) == {}
+
+
+@pytest.mark.parametrize(("mode", "n"), [("recompute", 1), ("swap", 1), ("auto", 2)])
+def test_who_shares_a_pinned_prefix_comes_back_to_it(tiny_dir: Path, mode: str, n: int):
+    """Swapped in, it would have copies of the pinned pages beside them, for which there is no room: it is recomputed."""
+    engine = fresh_engine(tiny_dir, page_size=4, num_pages=10, preemption_mode=mode, swap_space=0.001)
+    prefix = list(range(3, 15))
+    assert engine.pin_prefix(prefix) == 3
+    run(engine, [[*prefix, 20]], greedy(2))
+    add(engine, [30, 31, 32, 33], greedy(20))
+    add(engine, [*prefix, 40, 41, 42], greedy(17) if n == 1 else greedy(8, n=n))
+    for _ in range(100):
+        engine.step()
+    assert not engine.has_unfinished_requests() and engine.stats().num_used_pages == 0
+    assert engine.stats().num_preemptions > 0
+    engine.check_integrity()

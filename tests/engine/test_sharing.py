@@ -145,7 +145,7 @@ def test_forks_that_cannot_be(tiny_dir: Path):
     engine.step()
     with pytest.raises(InvalidRequestError, match="index: got 3"):
         engine.fork(one, "x", index=3)
-    with pytest.raises(InvalidRequestError, match=f"logprobs: got 2, wants None: '{one}' was not asked"):
+    with pytest.raises(InvalidRequestError, match=r"logprobs: got 2, wants None: more was not recorded"):
         engine.fork(one, "x", params=greedy(5, logprobs=2))
     finish(engine)
 
@@ -154,11 +154,18 @@ def test_a_fork_knows_the_log_probabilities_of_what_it_inherits(tiny_dir: Path):
     """They are those of the original, which asked for them; a step computes none where nobody does."""
     engine = engine_for(tiny_dir)
     lone = run(engine, [prompt_of(6, 2)], greedy(5, logprobs=1))[0].outputs[0]
-    one = add(engine, prompt_of(6, 2), greedy(5, logprobs=0))
+    one = add(engine, prompt_of(6, 2), greedy(5, logprobs=1))
     engine.step()
     engine.step()
+    with pytest.raises(InvalidRequestError, match="logprobs: got 2, wants at most 1"):
+        engine.fork(one, "y", params=greedy(5, logprobs=2))
+    with pytest.raises(InvalidRequestError, match="min_tokens: got 20, wants at most the 5"):
+        engine.fork(one, "y", params=SamplingParams(max_tokens=None, min_tokens=20))
     engine.fork(one, "x", params=greedy(5, logprobs=1))
-    fork = finish(engine)["x"].outputs[0]
+    engine.fork(one, "longer", params=greedy(9, logprobs=None))
+    done = finish(engine)
+    assert len(tokens(done["longer"])) == 9 and tokens(done["longer"])[:5] == lone.token_ids
+    fork = done["x"].outputs[0]
     assert fork.token_ids == lone.token_ids and fork.logprobs is not None and lone.logprobs is not None
     for token, got, want in zip(fork.token_ids, fork.logprobs, lone.logprobs, strict=True):
         assert abs(got[token].logprob - want[token].logprob) < 1e-5

@@ -1,16 +1,19 @@
 """The job over a fake engine: one record for every line, in input order, whatever order the engine finishes in."""
 
+import dataclasses
 import io
 import json
 import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from jaxpaged.batch import job as job_module
 from jaxpaged.batch.errors import JobError
+from jaxpaged.batch.writer import RecordWriter
 from jaxpaged.errors import ConfigError
 from tests.host.batch_fake import MAX_MODEL_LEN, FakeEngine
 from tests.host.batch_kit import make_job, records, run
@@ -312,3 +315,22 @@ def test_an_input_changed_meanwhile_is_noticed(tmp_path):
 
     engine.step = touch
     assert "changed while the job ran" in run(job, engine).text()
+
+
+@pytest.mark.parametrize("field", ["input", "output"])
+def test_the_event_log_is_a_file_of_its_own(tmp_path, field):
+    job = make_job(tmp_path, PROMPTS)
+    path = getattr(job, field).path
+    job = dataclasses.replace(job, engine=dataclasses.replace(job.engine, event_log=path))
+    before = Path(job.input.path).read_text()
+    with pytest.raises(JobError, match=f"engine.event_log: .* is the {field} file"):
+        run(job)
+    assert Path(job.input.path).read_text() == before
+
+
+def test_an_output_deleted_while_the_job_runs_is_an_error(tmp_path):
+    job = make_job(tmp_path, PROMPTS)
+    with RecordWriter(job.output.path) as writer:
+        os.unlink(job.output.path)
+        with pytest.raises(JobError, match="was deleted while the job ran"):
+            writer.append([{"id": 1}])

@@ -171,3 +171,12 @@ def test_ids_survive_as_written(tmp_path):
         tmp_path, json.dumps({"id": "ключ 🔑", "prompt": "a"}) + "\n" + json.dumps({"id": 12, "prompt": "a"}) + "\n"
     )
     assert [entry.id for entry in found] == ["ключ 🔑", 12]
+
+
+def test_deep_nesting_is_one_bad_line(tmp_path):
+    """At depths that the JSON reader takes and a message about them cannot walk, too."""
+    for depth in (5, 200, 900, 985, 990, 995, 1000, 5000):
+        deep = "[" * depth + "]" * depth
+        lines = f'{{"prompt": "a", "temperature": {deep}}}\n{{"prompt": "a", "stop_token_ids": {deep}}}\n{{"prompt": "b"}}\n'
+        bad, other, good = entries(tmp_path, lines.encode())
+        assert isinstance(bad, BadLine) and isinstance(other, BadLine) and isinstance(good, Item)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxpaged.config import SchedulerConfig
-from jaxpaged.errors import InvariantError
+from jaxpaged.errors import ConfigError, InvariantError
 from jaxpaged.scheduler.events import CONFIG_FIELDS, KINDS, EventLog
 from tests.host.events_sim import Sim
 
@@ -109,3 +109,9 @@ def test_the_simulator_uses_every_kind_of_table_event(tmp_path):
         Sim(tmp_path / str(seed), seed=seed, offload=seed % 2 == 1, num_pages=40).run()
         seen |= {event["kind"] for event in lines(tmp_path / str(seed))}
     assert seen - {"header"} == KINDS - {"abort", "pin", "unpin"}
+
+
+def test_a_log_that_cannot_be_opened_is_named(tmp_path):
+    for path in (tmp_path / "no" / "log", tmp_path, ""):
+        with pytest.raises(ConfigError, match="event_log: cannot open"):
+            EventLog(path)

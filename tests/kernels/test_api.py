@@ -269,3 +269,39 @@ def test_lengths_beyond_the_table_are_refused():
     pages = jnp.zeros((2, 4, 16, 64), jnp.float32)
     with pytest.raises(ValueError, match="lengths: got 1000, wants 0 to 32"):
         pk.paged_attention_kv(jnp.zeros((1, 2, 64)), pages, pages, jnp.zeros((1, 2), jnp.int32), jnp.array([1000]))
+
+
+def test_plans_take_integers_of_32_bits_and_no_others():
+    wide = np.array([[2**32 + 5]])
+    for match, call in {
+        "block_tables: got 4294967301, wants 32-bit": lambda: pk.plan([1], [1], wide, spec=SPEC),
+        "seq_lens: got 4294967297, wants 32-bit": lambda: pk.plan([1], np.array([2**32 + 1]), [[1]], spec=SPEC),
+        "seq_lens: got float64, wants integers": lambda: pk.plan([1], [2.9], [[1]], spec=SPEC),
+        r"block_tables\[0\]: got float64": lambda: pk.plan([1], [1], [[1.9]], spec=SPEC),
+        r"block_tables: got shape \[1, 1, 1\]": lambda: pk.plan([1], [1], np.zeros((1, 1, 1), np.int32), spec=SPEC),
+        "query_tile: got -4": lambda: pk.plan([3], [3], [[1]], spec=SPEC, query_tile=-4),
+        "split_len: got 0": lambda: pk.plan([3], [3], [[1]], spec=SPEC, target="gpu", split_len=0),
+        "target: got 'cuda'": lambda: pk.plan([1], [1], [[1]], spec=SPEC, target="cuda"),  # pyright: ignore
+        'target: got "?5': lambda: pk.plan_decode(jnp.ones(1, int), jnp.ones((1, 1), int), spec=SPEC, target=5),  # pyright: ignore
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            call()
+
+
+def test_values_that_are_known_are_checked():
+    pool, plan = random_pool(), pk.plan([1], [9], [[1, 2]], spec=SPEC)
+    q, kv = jnp.zeros((1, 4, 64)), jnp.zeros((1, 2, 64))
+    tensor = dataclasses.replace(SPEC, dtype="int8", quant="tensor")
+    eight = pk.alloc(tensor)
+    for match, call in {
+        "soft_cap: got inf": lambda: pk.paged_attention(q, pool, plan, soft_cap=float("inf")),
+        "layer: got -1": lambda: pk.write_kv(pool, kv, kv, plan, layer=jnp.int32(-1)),
+        "layer: got 7": lambda: pk.paged_attention(q, pool, plan, layer=np.array(7)),
+        "layer: got 'a'": lambda: pk.paged_attention(q, pool, plan, layer="a"),
+        "k_scale: got nan": lambda: pk.write_kv(eight, kv, kv, plan, k_scale=np.nan, v_scale=1.0),
+        "v_scale: got -1": lambda: pk.paged_attention(q, eight, plan, k_scale=1.0, v_scale=-1.0),
+        "dst: got page 3 twice": lambda: pk.copy_pages(pool, [1, 3], [3, 3]),
+        "dst: got page 3, which is also a source": lambda: pk.copy_pages(pool, [1, 3], [3, 4]),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            call()
