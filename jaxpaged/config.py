@@ -32,6 +32,8 @@ def _at_least(name: str, value: object, low: int, optional: bool = False) -> Non
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name}: got {value!r}, wants an integer >= {low}{' or null' if optional else ''}")
+    if value >= 2**31 and name != "seed":
+        raise ConfigError(f"{name}: got {value}, wants an integer from {low} to {2**31 - 1}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

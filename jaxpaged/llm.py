@@ -1,6 +1,6 @@
 """``LLM``: prompts in, completions out. The shape of the class follows vLLM's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -72,6 +72,8 @@ class LLM:
         """
         if isinstance(prompts, (str, Mapping)):
             prompts = [prompts]
+        if not isinstance(prompts, Iterable):
+            raise InvalidRequestError(f"prompts: got {type(prompts).__name__}, wants a prompt or a list of them")
         return self._run(list(prompts), sampling_params, use_tqdm)
 
     def chat(
@@ -107,6 +109,10 @@ class LLM:
     def _run(self, prompts: list[Any], params: Params | Sequence[Params] | None, use_tqdm: bool) -> list[RequestOutput]:
         if params is None:
             params = SamplingParams()
+        if not isinstance(params, (SamplingParams, BeamSearchParams, Sequence)):
+            raise InvalidRequestError(
+                f"sampling_params: got {type(params).__name__}, wants SamplingParams, BeamSearchParams or a list of them"
+            )
         each = [params] * len(prompts) if isinstance(params, (SamplingParams, BeamSearchParams)) else list(params)
         if len(each) != len(prompts):
             raise InvalidRequestError(f"sampling_params: got {len(each)}, wants 1 or {len(prompts)} like prompts")

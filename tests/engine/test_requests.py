@@ -310,6 +310,15 @@ def test_empty_prompts_with_bos_and_empty_lists(texts: dict[bool, LLM]):
 def test_one_wrong_prompt_among_many_names_its_index_and_leaves_nothing(texts: dict[bool, LLM]):
     with pytest.raises(InvalidRequestError, match="prompt 2: prompt: got an empty text"):
         texts[False].generate(["a", "b", "", "c"], greedy(3), use_tqdm=False)
+    for prompts, params, message in (
+        (None, None, "prompts: got NoneType"),
+        (5, None, "prompts: got int"),
+        ("a", 5, "params: got int"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            texts[False].generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"prompt 0: prompt: got int.*prompt_token_ids"):
+        texts[False].generate([5, 6], greedy(3), use_tqdm=False)
     with pytest.raises(InvalidRequestError, match="sampling_params: got 2, wants 1 or 3 like prompts"):
         texts[False].generate(["a", "b", "c"], [greedy(3)] * 2, use_tqdm=False)
     check_rest(texts[False].engine)
