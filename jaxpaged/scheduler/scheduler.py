@@ -201,8 +201,8 @@ class Scheduler:
             The new request; ``sequences[0]`` starts with the tokens so far, ``num_prompt_tokens`` being the original's.
 
         Raises:
-            InvalidRequestError: no such live request or sequence, a duplicate id, a beam search, ``n`` > 1, or
-                log-probabilities that the original was not asked for.
+            InvalidRequestError: no such live request or sequence, a duplicate id, a beam search, ``n`` > 1, more tokens wanted
+                than it may have (``min_tokens``), or log-probabilities that the original was not asked for.
             CapacityError: the fork does not fit in the pool.
         """
         self._check_id(new_request_id)

@@ -169,7 +169,7 @@ def test_a_fork_knows_the_log_probabilities_of_what_it_inherits(tiny_dir: Path):
     assert fork.token_ids == lone.token_ids and fork.logprobs is not None and lone.logprobs is not None
     for token, got, want in zip(fork.token_ids, fork.logprobs, lone.logprobs, strict=True):
         assert abs(got[token].logprob - want[token].logprob) < 1e-5
-    assert abs(fork.cumulative_logprob - lone.cumulative_logprob) < 1e-5  # type: ignore[operator]
+    assert fork.cumulative_logprob == pytest.approx(lone.cumulative_logprob, abs=1e-5)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5])
